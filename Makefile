@@ -1,0 +1,30 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint format clean
+demo: $(INSTALLED)
+	$(BIN)/lockstep demo
+
+test: lint
+	$(BIN)/pytest -q
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv runs build .mypy_cache .pytest_cache .ruff_cache
+
+# Installs once; again only when pyproject.toml is newer than the last complete install.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Lockstep needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)')"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $(INSTALLED)
