@@ -1,0 +1,20 @@
+"""What was asked for: the config's dataclasses and their strict loading."""
+
+from lockstep.config.check import check_ranges
+from lockstep.config.load import load_config, save_config
+from lockstep.config.schema import CNN, GPT, MLP, Config, Data, Model, Parallel, ResNet, Train
+
+__all__ = [
+    "CNN",
+    "GPT",
+    "MLP",
+    "Config",
+    "Data",
+    "Model",
+    "Parallel",
+    "ResNet",
+    "Train",
+    "check_ranges",
+    "load_config",
+    "save_config",
+]

@@ -1,0 +1,154 @@
+"""From a YAML file to a Config, strictly, and back.
+
+Every key must exist and every value must have its type; what does not is one UserError that names the
+file, the key and the nearest valid name.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import dacite
+import yaml
+
+from lockstep.config.schema import Config, Model
+from lockstep.errors import UserError
+
+MODELS: dict[str, type] = {cls().name: cls for cls in get_args(Model)}
+
+
+def load_config(file: str | Path | None = None, model_name: str | None = None) -> Config:
+    """The defaults, overlaid with `file`. `model_name` (from a flag) wins over the file's `model.name`."""
+    values = read_yaml(Path(file)) if file is not None else {}
+    where = str(file) if file is not None else "flags"
+    model = values.get("model") or {}
+    if not isinstance(model, dict):
+        raise UserError(f"{where}: model is {model!r}, but it must be a section of keys (model: {{name: cnn}})")
+    name = model_name or model.get("name", "cnn")
+    if name not in MODELS:
+        raise UserError(f"{where}: model.name is {name!r}, but it must be one of {', '.join(MODELS)}")
+    if model_name is not None and model_name != model.get("name", "cnn"):
+        model = {}  # another model than the file's: the file's keys for it do not apply
+    values = {**values, "model": {**model, "name": name}}
+    return structure(values, MODELS[name], where)
+
+
+def structure(values: dict[str, Any], model: type, where: str) -> Config:
+    """Nested dict -> Config, with no unknown key and no wrong type."""
+    sections = {"model": model, **{f.name: f.type for f in dataclasses.fields(Config) if f.name != "model"}}
+    _refuse_unknown_keys(values, sections, where)
+    parts = {name: _structure_section(values.get(name) or {}, cls, name, where) for name, cls in sections.items()}
+    return Config(**parts)
+
+
+def _structure_section(values: dict[str, Any], cls: Any, section: str, where: str) -> Any:
+    options = dacite.Config(type_hooks={float: _as_float, int: _not_bool})
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    try:
+        return dacite.from_dict(cls, values, options)
+    except dacite.WrongTypeError as error:
+        allowed = _type_name(error.field_type)
+        raise UserError(
+            f"{where}: {section}.{error.field_path} is {error.value!r}, but it must be {allowed}"
+        ) from None
+
+
+def _refuse_unknown_keys(values: dict[str, Any], sections: dict[str, Any], where: str) -> None:
+    valid = [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]
+    for key in _dotted_keys(values, sections, where):
+        if key not in valid:
+            raise UserError(f"{where}: unknown key {key}{nearest(key, valid)}")
+
+
+def _dotted_keys(values: dict[str, Any], sections: dict[str, Any], where: str) -> Iterator[str]:
+    for name, section in values.items():
+        if name not in sections or section is None:
+            yield from () if section is None and name in sections else (str(name),)
+        elif isinstance(section, dict):
+            yield from (f"{name}.{key}" for key in section)
+        else:
+            raise UserError(f"{where}: {name} is {section!r}, but it must be a section of keys")
+
+
+def nearest(key: str, valid: list[str]) -> str:
+    """A hint for a key that does not exist: the same name elsewhere, or the most alike."""
+    if "." not in key and (section := difflib.get_close_matches(key, _sections(valid), n=1, cutoff=0.7)):
+        return f"; did you mean {section[0]}?"
+    leaf = key.rsplit(".", 1)[-1]
+    elsewhere = [v for v in valid if v.rsplit(".", 1)[-1] == leaf]
+    if not elsewhere:  # a key of another model is misplaced, not misspelt
+        owners = [n for n, cls in MODELS.items() if leaf in {f.name for f in dataclasses.fields(cls)}]
+        if key.startswith("model.") and owners:
+            return f": it belongs to model.name {' or '.join(owners)}"
+    alike = elsewhere or difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+    return f"; did you mean {alike[0]}?" if alike else f"; the sections are {', '.join(_sections(valid))}"
+
+
+def _sections(valid: list[str]) -> list[str]:
+    return sorted({v.split(".")[0] for v in valid})
+
+
+def _as_float(value: Any) -> Any:
+    """An int is a good float, and so is `1e-3`, which YAML 1.1 reads as a string."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return _not_bool(value)
+
+
+def _not_bool(value: Any) -> Any:
+    """Python's `True` is an int; a config's is not. As a word it fails the type check."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _type_name(type_: Any) -> str:
+    choices = get_args(type_)
+    if "Literal" in str(type_):
+        flat = [c for choice in choices for c in (get_args(choice) or (choice,))]
+        return "one of " + ", ".join("null" if c is type(None) else str(c) for c in flat)
+    text = str(type_) if choices else getattr(type_, "__name__", str(type_))
+    text = text.replace("NoneType", "null").replace("None", "null").replace("tuple", "list")
+    return text.replace("list[int, ...]", "a list of int").replace("list[float, ...]", "a list of float")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key given twice is an error, not a silent last one wins."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        twice = sorted({str(k) for k in keys if keys.count(k) > 1})
+        if twice:
+            raise yaml.YAMLError(f"key {twice[0]} is given twice (line {node.start_mark.line + 1} ff.)")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); ready configs are in configs/") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: holds {type(values).__name__}, but it must hold sections (model:, data:, ...)")
+    return values
+
+
+def save_config(config: Config, file: Path) -> None:
+    """The resolved config, loadable again with `load_config`."""
+    plain = _plain(dataclasses.asdict(config))
+    file.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value

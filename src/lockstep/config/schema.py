@@ -1,0 +1,163 @@
+"""What can be asked for: nested dataclasses, one per section of a config file.
+
+A section whose keys depend on a choice (`model.name`) has one dataclass per choice, so that a key in
+the wrong place is an error and not a setting that nobody reads.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+# ---- model -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MLP:
+    """Linear layers with ReLU between them."""
+
+    name: Literal["mlp"] = "mlp"
+    layers: int = 16
+    """How many linear layers, input and output layers included."""
+    width: int = 256
+    """Width of the hidden layers."""
+
+
+@dataclass
+class CNN:
+    """3x3 convolutions, one pooling step each, then one hidden linear layer."""
+
+    name: Literal["cnn"] = "cnn"
+    channels: tuple[int, ...] = (32, 64)
+    """Output channels of each convolution."""
+    hidden: int = 128
+    """Width of the hidden linear layer."""
+
+
+@dataclass
+class ResNet:
+    """CIFAR-style residual network (3x3 stem, no stem pooling)."""
+
+    name: Literal["resnet"] = "resnet"
+    depth: Literal[18, 34, 50] = 18
+    """18 and 34 are built of basic blocks, 50 of bottlenecks."""
+    width: int = 64
+    """Channels of the first stage; each later stage doubles them."""
+    norm: Literal["batch", "group"] = "batch"
+    """`batch` is the usual network; its statistics are per rank. `group` trains alike at any world size."""
+
+
+@dataclass
+class GPT:
+    """Decoder-only transformer: GPT-2's form by default, Llama's with rmsnorm, rope, swiglu and kv_heads."""
+
+    name: Literal["gpt"] = "gpt"
+    size: Literal["custom", "small", "medium", "large", "xl", "2.7b"] = "custom"
+    """A published size, or `custom` to give d_model, layers and heads yourself."""
+    d_model: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    """Heads of keys and values (grouped-query attention). None: as many as heads."""
+    context: int = 128
+    """Tokens of one sequence."""
+    vocabulary: int | None = None
+    """Rows of the token embedding. None: what the data set has (256 for text)."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    position: Literal["learned", "rope"] = "learned"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    tied: bool = True
+    """The output head shares the token embedding's weight."""
+    dropout: float = 0.0
+
+
+Model = MLP | CNN | ResNet | GPT
+
+# ---- data, training, parallelism ---------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """What the model learns from."""
+
+    name: Literal["synthetic", "digits", "mnist", "cifar10", "text"] = "digits"
+    kind: Literal["images", "tokens", "regression"] | None = None
+    """Kind of synthetic data. None: what the model reads."""
+    path: str = "datasets"
+    """Folder of the downloaded sets; for text, the file or folder to read (default: Python's own sources)."""
+    download: bool = True
+    """Fetch mnist or cifar10 when its files are not there."""
+    samples: int = 4096
+    """Size of a synthetic training set."""
+    shape: tuple[int, ...] = (3, 32, 32)
+    """Shape of one synthetic image; for regression, the number of features."""
+    classes: int = 10
+    """Classes of synthetic images; for regression, the number of outputs."""
+    max_bytes: int = 8_000_000
+    """How much text to read at most."""
+
+
+@dataclass
+class Train:
+    """The optimizer's side of training."""
+
+    epochs: int = 10
+    steps: int | None = None
+    """Stop after this many steps, whatever `epochs` says."""
+    batch_size: int = 128
+    """The GLOBAL batch: samples of one optimizer step, over all ranks and micro-batches."""
+    accumulation: int = 1
+    """Micro-batches of one step; gradients are synchronized once, at the last one."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    """Of sgd."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of adam and adamw."""
+    weight_decay: float = 0.0
+    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    warmup_steps: int = 0
+    lr_decay: float = 0.1
+    """The factor of the `step` schedule at each of `lr_milestones`, and the floor of `cosine`."""
+    lr_milestones: tuple[float, ...] = (0.5, 0.75)
+    """Where `step` lowers the rate, as fractions of the run."""
+    clip_norm: float | None = None
+    """Clip gradients to this global norm."""
+    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    seed: int = 0
+    evaluate_every: int = 1
+    """Epochs between evaluations on the test set; 0: only at the end."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+
+
+@dataclass
+class Parallel:
+    """How one step is spread over the ranks."""
+
+    data: str = "bucketed"
+    """The strategy: single, naive, flat, overlap, bucketed, ddp or local_sgd."""
+    bucket_mb: float = 25.0
+    """Bucket size of bucketed and ddp, MiB."""
+    compression: Literal["none", "bf16", "fp16", "topk", "powersgd"] = "none"
+    """Gradient compression of naive, flat, overlap and bucketed."""
+    topk_ratio: float = 0.01
+    """Share of the gradient's elements that topk sends."""
+    powersgd_rank: int = 4
+    """Rank of the approximation of powersgd."""
+    sync_every: int = 8
+    """Steps between two parameter averages of local_sgd."""
+    outer_lr: float = 0.0
+    """DiLoCo: learning rate of local_sgd's outer Nesterov optimizer (usually 0.7); 0: plain averaging."""
+    outer_momentum: float = 0.9
+
+
+@dataclass
+class Config:
+    """One run: what `lockstep train` reads from a file and from its flags."""
+
+    model: Model = field(default_factory=CNN)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    parallel: Parallel = field(default_factory=Parallel)

@@ -1,0 +1,184 @@
+"""How the ranks start: by our own hand through torch's elastic agent, or by torchrun or srun, whom we follow.
+
+`run_on_ranks(function, *args)` is all that the floors above know. If this process is already a rank (torchrun and
+srun say so in the environment), the function runs here; if not, an elastic agent starts `nproc` ranks on this
+machine, watches them, ends all when one fails, and hands back what the first failing one had to say.
+"""
+
+import ctypes
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lockstep.errors import UserError
+from lockstep.world import DeviceChoice, World, choose_device, join_world
+
+
+@dataclass
+class Launch:
+    """Which ranks run the command."""
+
+    nproc: int | None = None
+    """Ranks to start on this machine. Under torchrun or srun the ranks are theirs; leave it out there."""
+    device: DeviceChoice = "auto"
+    """auto: a GPU where there is one."""
+    backend: str | None = None
+    """Communication backend. None: nccl on GPUs, gloo on CPUs."""
+    share_gpu: bool = False
+    """Let several ranks share one GPU over NCCL: correct everywhere, as slow as a 20 Gbit/s network."""
+    timeout: float = 300.0
+    """Seconds after which a missing or silent rank is an error."""
+
+
+class RankError(RuntimeError):
+    """A rank failed. The message is the first failing rank's own traceback."""
+
+
+def run_on_ranks(function: Callable[..., Any], *args: Any, launch: Launch, default_nproc: int = 1) -> list[Any]:
+    """Run `function(world, *args)` on every rank; return the results of this machine's ranks in rank order.
+
+    Under torchrun or srun this process is one rank, and the list holds its own result only.
+    """
+    if adopt_environment():
+        size = int(os.environ["WORLD_SIZE"])
+        if launch.nproc is not None and launch.nproc != size:
+            raise UserError(
+                f"--nproc {launch.nproc} was given, but torchrun or srun started {size} ranks; leave --nproc out"
+            )
+        return [_as_external_rank(function, args, launch)]
+    nproc = launch.nproc if launch.nproc is not None else default_nproc
+    if nproc < 1:
+        raise UserError(f"--nproc is {nproc}, but it must be 1 or more")
+    choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
+    if nproc == 1:
+        with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
+            return [function(world, *args)]
+    return _start_ranks(function, args, launch, nproc)
+
+
+def adopt_environment() -> bool:
+    """True if somebody else started this process as a rank. srun's variables are translated to torch's."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return True
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return False
+    slurm = os.environ
+    first_host = _first_host(slurm.get("SLURM_STEP_NODELIST", slurm.get("SLURM_JOB_NODELIST", "127.0.0.1")))
+    os.environ.update(
+        RANK=slurm["SLURM_PROCID"],
+        WORLD_SIZE=slurm["SLURM_STEP_NUM_TASKS"],
+        LOCAL_RANK=slurm["SLURM_LOCALID"],
+        LOCAL_WORLD_SIZE=slurm.get("SLURM_STEP_TASKS_PER_NODE", slurm["SLURM_STEP_NUM_TASKS"]).split("(")[0],
+    )
+    os.environ.setdefault("MASTER_ADDR", first_host)
+    # All ranks of the job must name the same free port without talking: derive it from the job's number.
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm.get("SLURM_JOB_ID", "0")) % 20000))
+    return True
+
+
+def _first_host(nodelist: str) -> str:
+    """`node[03-05,9],x1` -> `node03`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
+    assert match is not None, nodelist
+    return match.group(1) + (match.group(2) or "")
+
+
+def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch) -> Any:
+    @record  # torchrun shows the traceback of the rank that failed first
+    def rank_main() -> Any:
+        with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
+            return function(world, *args)
+
+    return rank_main()
+
+
+def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int) -> list[Any]:
+    """One elastic agent, `nproc` spawned ranks on loopback."""
+    for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we tell the failure ourselves
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    defaults = {  # inherited by the ranks; what the user has set wins
+        "OMP_NUM_THREADS": str(max(1, (psutil.cpu_count() or 1) // nproc)),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as log_dir:
+        before, tempfile.tempdir = tempfile.tempdir, log_dir  # torch leaves error files in the temporary folder
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # port 0: the system picks a free one
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+        )
+        try:
+            results = elastic_launch(config, _rank_main)(function, args, launch)
+        except ChildFailedError as error:
+            raise _explain(error) from None
+        except SignalException as error:
+            raise KeyboardInterrupt(f"{signal.Signals(error.sigval).name}: all ranks were ended") from None
+        finally:
+            tempfile.tempdir = before
+            for name in added:
+                del os.environ[name]
+    return [results[rank] for rank in sorted(results)]
+
+
+def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch) -> Any:
+    """The life of one rank that the agent started (the agent wraps it in `@record` itself)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent too, and the agent ends the ranks
+    _die_with_parent()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
+        return function(world, *args)
+
+
+def _die_with_parent() -> None:
+    """Leave no orphan when the agent itself is killed: Linux sends us SIGKILL then."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _explain(error: ChildFailedError) -> Exception:
+    """The first failure, as a UserError if the rank raised one, else with its traceback."""
+    rank, failure = error.get_first_failure()
+    text = _failure_text(failure)
+    kind, _, message = text.partition(": ")
+    if kind == UserError.__name__:
+        return UserError(message)
+    callstack = ""
+    if isinstance(failure.error_file_data, dict):
+        details = failure.error_file_data.get("message", {})
+        if isinstance(details, dict):
+            callstack = details.get("extraInfo", {}).get("py_callstack", "")
+    return RankError(f"rank {rank} failed first (exit code {failure.exitcode}): {text}\n{callstack}".rstrip())
+
+
+def _failure_text(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"it was ended by {signal.Signals(-failure.exitcode).name}"
+    message = failure.message
+    return str(message.get("message", message)) if isinstance(message, dict) else str(message)
+
+
+__all__ = ["Launch", "RankError", "World", "adopt_environment", "run_on_ranks"]

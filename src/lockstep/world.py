@@ -1,0 +1,160 @@
+"""Where this process stands among the ranks: its numbers, its device, its degrees of parallelism."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lockstep.errors import UserError
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all ranks. At size 1 there is no process group and nothing to communicate."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+    backend: str = "none"
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 prints, draws progress and writes files."""
+        return self.rank == 0
+
+
+def choose_device(choice: DeviceChoice, local_rank: int, local_size: int, share_gpu: bool) -> torch.device:
+    """The device of one rank: its own GPU, a shared one if that was asked for, or the CPU."""
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda was given, but torch sees no GPU here; use --device cpu")
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if local_size > gpus and not share_gpu:
+        raise UserError(
+            f"{local_size} ranks were asked for on a machine with {gpus} GPU{'s' * (gpus > 1)}; "
+            f"add --share-gpu to let ranks share one, or use --device cpu"
+        )
+    return torch.device("cuda", local_rank % gpus)
+
+
+def share_gpu_environment(rank: int) -> dict[str, str]:
+    """Makes NCCL accept several ranks on one GPU: each claims to be its own host, joined by loopback sockets."""
+    return {
+        "NCCL_HOSTID": f"lockstep-rank-{rank}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+@contextmanager
+def join_world(
+    device: DeviceChoice = "auto", backend: str | None = None, share_gpu: bool = False, timeout: float = 300.0
+) -> Iterator[World]:
+    """Join the ranks named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; leave at the end."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if not 0 <= rank < size:
+        raise UserError(f"RANK is {rank} and WORLD_SIZE is {size}, but ranks go from 0 to WORLD_SIZE - 1")
+    torch_device = choose_device(device, local_rank, local_size, share_gpu)
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
+    if size == 1 and "RANK" not in os.environ:
+        yield World(device=torch_device)
+        return
+    backend = backend or ("nccl" if torch_device.type == "cuda" else "gloo")
+    _check_backend(backend, torch_device)
+    if share_gpu and backend == "nccl":
+        os.environ.update(share_gpu_environment(rank))
+    _init_process_group(backend, rank, size, timeout)
+    yield World(rank, size, local_rank, torch_device, backend)
+    # Not in a `finally`: a failing rank must report its error before its peers see the connection close,
+    # or theirs ("connection closed by peer") would be reported as the first.
+    dist.destroy_process_group()
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    available = {b for b in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{b}_available")()}
+    if backend not in available:
+        raise UserError(f"--backend {backend} is not available here; this torch has {', '.join(sorted(available))}")
+    if backend == "nccl" and device.type == "cpu":
+        raise UserError("--backend nccl needs a GPU for each rank, and these ranks run on the CPU; use --backend gloo")
+
+
+def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> None:
+    """torch's rendezvous, with its failures told in the user's words."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UserError(f"RANK is set but {name} is not; start the ranks with --nproc, torchrun or srun")
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        if "EADDRINUSE" in text or "in use" in text:
+            message = f"port {os.environ['MASTER_PORT']} is taken; set MASTER_PORT (or --master-port) to a free one"
+        elif "imed out" in text or "clients joined" in text or "imeout" in text:
+            message = (
+                f"rank {rank} waited {timeout:g} s at {address}, but not all of WORLD_SIZE={size} ranks joined; "
+                f"start the missing ones, or correct WORLD_SIZE"
+            )
+        else:
+            raise
+        raise UserError(message) from error
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Degrees of parallelism. Their product is the world size; one of them may be -1, "the rest".
+
+    The order of the fields is the order of the mesh, outermost first: neighbours in the last dimension are
+    neighbours on the machine, where the traffic is heaviest.
+    """
+
+    pp: int = 1
+    dp_replicate: int = -1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def resolve(self, world_size: int) -> "ParallelDims":
+        """Replace -1 and check that the product is the world size."""
+        degrees = {f.name: getattr(self, f.name) for f in fields(self)}
+        bad = {k: v for k, v in degrees.items() if v < 1 and v != -1}
+        open_ended = [k for k, v in degrees.items() if v == -1]
+        if bad or len(open_ended) > 1:
+            raise UserError(f"parallel degrees are {degrees}; each must be 1 or more, and at most one may be -1")
+        product = 1
+        for degree in degrees.values():
+            product *= degree if degree != -1 else 1
+        if open_ended and world_size % product == 0:
+            return replace(self, **{open_ended[0]: world_size // product})
+        if product != world_size:
+            raise UserError(f"parallel degrees {degrees} do not multiply to the world size {world_size}")
+        return self
+
+    @property
+    def data(self) -> int:
+        """Into how many shares the global batch is cut."""
+        return self.dp_replicate * self.dp_shard
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """One named mesh over all ranks."""
+        names = tuple(f.name for f in fields(self))
+        return init_device_mesh(device.type, tuple(getattr(self, n) for n in names), mesh_dim_names=names)
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the batch `rank` reads: its coordinate in (dp_replicate, dp_shard)."""
+        return rank // (self.cp * self.tp) % self.data
