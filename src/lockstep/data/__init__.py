@@ -1,0 +1,80 @@
+"""Data sets: everything in memory, cut into global batches by a sampler and into shares by rank."""
+
+from pathlib import Path
+
+import torch
+
+from lockstep.config import GPT, Config
+from lockstep.data.batch import IGNORED, Batch, Share, shard_batch
+from lockstep.data.cifar10 import load_cifar10
+from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, Windows
+from lockstep.data.digits import load_digits
+from lockstep.data.mnist import load_mnist
+from lockstep.data.sampler import Sampler, read_share
+from lockstep.data.synthetic import make_synthetic
+from lockstep.data.text import load_text
+from lockstep.errors import UserError
+
+READS: dict[str, tuple[Kind, ...]] = {
+    "mlp": ("regression", "images"),
+    "cnn": ("images",),
+    "resnet": ("images",),
+    "gpt": ("tokens",),
+}
+"""Which kinds of data each model reads; the first is its synthetic default."""
+
+SETS_BY_KIND = {"images": "digits, mnist, cifar10, synthetic", "tokens": "text, synthetic", "regression": "synthetic"}
+
+
+def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
+    """The data set that the config names, in the form that its model reads."""
+    data, path = config.data, Path(config.data.path)
+    context = config.model.context if isinstance(config.model, GPT) else 128
+    if data.name == "synthetic":
+        dataset = _synthetic(config, context, device)
+    elif data.name == "digits":
+        dataset = load_digits()
+    elif data.name == "mnist":
+        dataset = load_mnist(path, data.download)
+    elif data.name == "cifar10":
+        dataset = load_cifar10(path, data.download)
+    else:
+        dataset = load_text(None if data.path == "datasets" else path, context, data.max_bytes)
+    kinds = READS[config.model.name]
+    if dataset.spec.kind not in kinds:
+        fitting = "; ".join(f"data.name {SETS_BY_KIND[kind]} ({kind})" for kind in kinds)
+        raise UserError(
+            f"model.name {config.model.name} does not read {dataset.spec.kind} (data.name {data.name}); use {fitting}"
+        )
+    return dataset
+
+
+def _synthetic(config: Config, context: int, device: torch.device | str) -> DataSet:
+    data, model = config.data, config.model
+    kind = data.kind or READS[model.name][0]
+    if kind == "tokens":
+        shape, classes = (context,), (model.vocabulary if isinstance(model, GPT) else None) or 256
+    else:
+        shape, classes = data.shape, data.classes
+        if kind == "regression":
+            shape = (data.shape[-1],)
+        elif len(shape) != 3:
+            raise UserError(f"data.shape is {shape}, but an image needs 3 sizes: channels height width")
+    return make_synthetic(kind, shape, classes, data.samples, config.train.seed, device)
+
+
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "DataSet",
+    "DataSpec",
+    "Sampler",
+    "Samples",
+    "Share",
+    "Split",
+    "Windows",
+    "build_data",
+    "make_synthetic",
+    "read_share",
+    "shard_batch",
+]

@@ -1,0 +1,100 @@
+"""A batch, and how a global batch is cut into the ranks' shares and a share into micro-batches."""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UserError
+
+T = TypeVar("T")
+
+IGNORED = -100
+"""A target that counts nowhere: padding of a token sequence (the value cross_entropy ignores)."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part `index` of `count` parts of a global batch, contiguous, sizes differing by at most one."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise UserError(f"rank {self.index} of {self.count}: a rank goes from 0 to world_size - 1")
+
+    def of(self, length: int) -> slice:
+        """The rows of a batch of `length` that belong to this share; the first shares take the remainder."""
+        base, extra = divmod(length, self.count)
+        start = self.index * base + min(self.index, extra)
+        return slice(start, start + base + (self.index < extra))
+
+
+@dataclass
+class Batch:
+    """Inputs and targets, first dimension = samples.
+
+    A rank whose share is empty still has to take part in every collective, so it computes a `filler`: some
+    real sample whose loss counts zero.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    filler: bool = False
+
+    def __len__(self) -> int:
+        return self.inputs.shape[0]
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Batch":
+        """Move to `device`; floating-point tensors also to `dtype`."""
+
+        def move(t: Tensor) -> Tensor:
+            return t.to(device, dtype if t.is_floating_point() else None, non_blocking=True)
+
+        return Batch(move(self.inputs), move(self.targets), self.filler)
+
+    def share(self, share: Share) -> "Batch":
+        """This share's samples; one filler sample if it has none."""
+        rows = share.of(len(self))
+        if rows.start == rows.stop:
+            return Batch(self.inputs[:1], self.targets[:1], filler=True)
+        return Batch(self.inputs[rows], self.targets[rows], self.filler)
+
+    def micro_batches(self, count: int) -> list["Batch"]:
+        """Exactly `count` micro-batches on every rank, so that all ranks issue the same collectives."""
+        return [self.share(Share(i, count)) for i in range(count)]
+
+    def target_count(self) -> int:
+        """How many targets the mean loss is taken over: samples, or tokens that are not padding."""
+        if self.filler:
+            return 0
+        if self.targets.is_floating_point():
+            return len(self)
+        return int((self.targets != IGNORED).sum())
+
+
+def shard_batch(batch: T, rank: int, world_size: int) -> T:
+    """The rows of a global batch that `rank` trains on: a tensor, or any nest of tuples, lists and dicts of tensors.
+
+    Shares are contiguous and together hold every row exactly once; sizes differ by at most one, so with an uneven
+    batch weight each rank's mean loss by its rows.
+
+        inputs, targets = shard_batch((inputs, targets), rank, world_size)
+    """
+    share = Share(rank, world_size)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[share.of(value.shape[0])]
+        if isinstance(value, Batch):
+            return value.share(share)
+        if isinstance(value, dict):
+            return {k: cut(v) for k, v in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(cut(v) for v in value)
+        raise UserError(f"shard_batch cuts tensors and nests of them, but was given a {type(value).__name__}")
+
+    result: T = cut(batch)
+    return result

@@ -1,0 +1,86 @@
+"""Networks as plain single-device code: no model mentions ranks."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import schema
+from lockstep.data.dataset import DataSpec
+from lockstep.errors import UserError
+from lockstep.models.cnn import CNN
+from lockstep.models.gpt import GPT, SIZES, Shape
+from lockstep.models.mlp import MLP
+from lockstep.models.resnet import ResNet
+
+
+def build_model(config: schema.Model, spec: DataSpec, seed: int | None = None) -> nn.Module:
+    """The network that `config` names, for data that looks like `spec`; the same weights for the same seed."""
+    if seed is None:
+        return _build(config, spec)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _build(config, spec)
+
+
+def _build(config: schema.Model, spec: DataSpec) -> nn.Module:
+    match config:
+        case schema.MLP():
+            features = 1
+            for size in spec.shape:
+                features *= size
+            return MLP(features, config.width, spec.classes, config.layers)
+        case schema.CNN():
+            return CNN(spec.shape, config.channels, config.hidden, spec.classes)
+        case schema.ResNet():
+            return ResNet(spec.shape, config.depth, config.width, spec.classes, config.norm)
+        case schema.GPT():
+            return GPT(gpt_shape(config, spec))
+
+
+def gpt_shape(config: schema.GPT, spec: DataSpec) -> Shape:
+    d_model, layers, heads = (
+        (config.d_model, config.layers, config.heads) if config.size == "custom" else SIZES[config.size]
+    )
+    kv_heads = config.kv_heads or heads
+    if d_model % heads:
+        raise UserError(f"model.d_model {d_model} must be a multiple of model.heads {heads}")
+    if heads % kv_heads:
+        raise UserError(f"model.heads {heads} must be a multiple of model.kv_heads {kv_heads}")
+    if config.position == "rope" and d_model // heads % 2:
+        raise UserError(f"model.position rope needs heads of an even size, but d_model/heads is {d_model // heads}")
+    vocabulary = config.vocabulary or spec.classes
+    if vocabulary < spec.classes:
+        raise UserError(f"model.vocabulary is {vocabulary}, but the data set has {spec.classes} different tokens")
+    return Shape(
+        d_model=d_model,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        context=config.context,
+        vocabulary=vocabulary,
+        norm=config.norm,
+        position=config.position,
+        activation=config.activation,
+        tied=config.tied,
+        dropout=config.dropout,
+    )
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Every parameter once, tied ones too."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def forward_flops(model: nn.Module) -> int:
+    """Multiplications and additions (2 per multiply-add) of one sample's forward pass, matrix products only."""
+    counted: Any = model
+    return int(counted.forward_flops())
+
+
+def training_flops(model: nn.Module) -> int:
+    """Of one sample's forward and backward pass: backward costs two products for each of forward's."""
+    return 3 * forward_flops(model)
+
+
+__all__ = ["build_model", "forward_flops", "parameter_count", "training_flops"]

@@ -1,0 +1,177 @@
+"""A decoder-only transformer: GPT-2's form, or Llama's (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SIZES = {  # name: (d_model, layers, heads)
+    "small": (768, 12, 12),
+    "medium": (1024, 24, 16),
+    "large": (1280, 36, 20),
+    "xl": (1600, 48, 25),
+    "2.7b": (2560, 32, 32),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All numbers of the network."""
+
+    d_model: int
+    layers: int
+    heads: int
+    kv_heads: int
+    context: int
+    vocabulary: int
+    norm: str = "layernorm"
+    position: str = "learned"
+    activation: str = "gelu"
+    tied: bool = True
+    dropout: float = 0.0
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """4 d for GELU; 8/3 d, rounded up to a multiple of 64, for SwiGLU, whose third matrix evens the count."""
+        if self.activation == "gelu":
+            return 4 * self.d_model
+        return -(-8 * self.d_model // (3 * 64)) * 64
+
+
+def make_norm(shape: Shape) -> nn.Module:
+    return nn.LayerNorm(shape.d_model) if shape.norm == "layernorm" else nn.RMSNorm(shape.d_model, eps=1e-5)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; `kv_heads` < `heads` shares each key and value head among several queries."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        kv_width = shape.kv_heads * shape.head_size
+        bias = shape.norm == "layernorm"  # Llama's linear layers have none
+        self.qkv = nn.Linear(shape.d_model, shape.d_model + 2 * kv_width, bias=bias)
+        self.output = nn.Linear(shape.d_model, shape.d_model, bias=bias)
+
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        batch, tokens, d_model = x.shape
+        shape = self.shape
+        kv_width = shape.kv_heads * shape.head_size
+        q, k, v = self.qkv(x).split((d_model, kv_width, kv_width), dim=-1)
+        # (batch, tokens, heads * head_size) -> (batch, heads, tokens, head_size)
+        q = q.view(batch, tokens, shape.heads, shape.head_size).transpose(1, 2)
+        k = k.view(batch, tokens, shape.kv_heads, shape.head_size).transpose(1, 2)
+        v = v.view(batch, tokens, shape.kv_heads, shape.head_size).transpose(1, 2)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            dropout_p=shape.dropout if self.training else 0.0,
+            enable_gqa=shape.kv_heads != shape.heads,
+        )
+        merged: Tensor = self.output(y.transpose(1, 2).reshape(batch, tokens, d_model))
+        return merged
+
+
+def rotation_table(tokens: int, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """RoPE: cosine and sine of position x frequency, (2, tokens, head_size / 2). Cheap enough to make per forward."""
+    frequency = 10_000.0 ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float64) / head_size)
+    angle = torch.arange(tokens, device=device, dtype=torch.float64)[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin())).to(dtype)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair (first half, second half) of a head's features by its angle."""
+    cosine, sine = rotation.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gated = shape.activation == "swiglu"
+        bias = shape.norm == "layernorm"
+        self.up = nn.Linear(shape.d_model, shape.mlp_width * (2 if self.gated else 1), bias=bias)
+        self.down = nn.Linear(shape.mlp_width, shape.d_model, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gated:
+            gate, value = self.up(x).chunk(2, dim=-1)
+            x = F.silu(gate) * value
+        else:
+            x = F.gelu(self.up(x), approximate="tanh")
+        y: Tensor = self.down(x)
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = make_norm(shape)
+        self.mlp = FeedForward(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
+        y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return y
+
+
+class GPT(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.token_embedding = nn.Embedding(shape.vocabulary, shape.d_model)
+        self.position_embedding = (
+            nn.Embedding(shape.context, shape.d_model) if shape.position == "learned" else None
+        )
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = make_norm(shape)
+        self.head = nn.Linear(shape.d_model, shape.vocabulary, bias=False)
+        self.apply(self._initialize)
+        for name, parameter in self.named_parameters():  # GPT-2: the residual stream adds up 2 x layers branches
+            if name.endswith(("attention.output.weight", "mlp.down.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5)
+        if shape.tied:
+            self.head.weight = self.token_embedding.weight
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        x = self.token_embedding(tokens)  # (batch, tokens, d_model)
+        rotation = None
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(torch.arange(length, device=tokens.device))
+        else:
+            rotation = rotation_table(length, self.shape.head_size, x.device, x.dtype)
+        for block in self.blocks:
+            x = block(x, rotation)
+        logits: Tensor = self.head(self.norm(x))  # (batch, tokens, vocabulary)
+        return logits
+
+    def forward_flops(self) -> int:
+        """Multiplications and additions of one sequence's forward pass, attention counted without its causal half."""
+        shape = self.shape
+        kv_width = shape.kv_heads * shape.head_size
+        per_layer = shape.d_model * (2 * shape.d_model + 2 * kv_width)
+        per_layer += shape.d_model * shape.mlp_width * (3 if shape.activation == "swiglu" else 2)
+        matrices = shape.layers * per_layer + shape.d_model * shape.vocabulary
+        attention = 2 * shape.layers * shape.context * shape.d_model  # QK^T and AV, per token
+        return 2 * shape.context * (matrices + attention)

@@ -1,0 +1,91 @@
+"""Residual networks in their CIFAR form: a 3x3 stem without pooling, four stages, global average pooling."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
+
+Norm = Callable[[int], nn.Module]
+
+
+def batch_norm(channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels)
+
+
+def group_norm(channels: int) -> nn.Module:
+    """Statistics of one sample, not of the batch: the same at every world size."""
+    return nn.GroupNorm(min(8, channels), channels)
+
+
+class Block(nn.Module):
+    """A residual block: two 3x3 convolutions, or 1x1, 3x3, 1x1 with four times the output channels (bottleneck)."""
+
+    def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool, norm: Norm) -> None:
+        super().__init__()
+        outputs = 4 * width if bottleneck else width
+        # (input channels, output channels, kernel, stride) of each convolution
+        plan = (
+            [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
+            if bottleneck
+            else [(inputs, width, 3, stride), (width, outputs, 3, 1)]
+        )
+        layers: list[nn.Module] = []
+        for before, after, kernel, step in plan:
+            layers += [convolution(before, after, kernel, step), norm(after), nn.ReLU()]
+        self.branch = nn.Sequential(*layers[:-1])  # the last ReLU comes after the sum
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(convolution(inputs, outputs, 1, stride), norm(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.branch(x) + self.shortcut(x)
+        return total.relu()
+
+
+def convolution(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+class ResNet(nn.Module):
+    def __init__(self, shape: tuple[int, ...], depth: int, width: int, classes: int, norm: str = "batch") -> None:
+        super().__init__()
+        self.shape = shape
+        make_norm: Norm = batch_norm if norm == "batch" else group_norm
+        bottleneck = depth >= 50
+        self.stem = nn.Sequential(convolution(shape[0], width, 3, 1), make_norm(width), nn.ReLU())
+        blocks: list[nn.Module] = []
+        channels = width
+        for stage, count in enumerate(STAGES[depth]):
+            for index in range(count):
+                stride = 2 if stage > 0 and index == 0 else 1
+                blocks.append(Block(channels, width * 2**stage, stride, bottleneck, make_norm))
+                channels = width * 2**stage * (4 if bottleneck else 1)
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.stem(x))  # (batch, channels, height / 8, width / 8)
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+    def forward_flops(self) -> int:
+        """Multiplications and additions of one sample's forward pass, counted layer by layer."""
+        height, width = self.shape[1:]
+
+        def flops_of(layer: nn.Conv2d) -> int:
+            nonlocal height, width
+            height, width = (-(-size // layer.stride[0]) for size in (height, width))
+            kernel = layer.kernel_size[0] * layer.kernel_size[1]
+            return 2 * kernel * layer.in_channels * layer.out_channels * height * width
+
+        stem = self.stem[0]
+        assert isinstance(stem, nn.Conv2d)
+        total = flops_of(stem)
+        for block in self.blocks:
+            before = height, width
+            total += sum(flops_of(m) for m in block.branch.modules() if isinstance(m, nn.Conv2d))
+            after, (height, width) = (height, width), before  # the shortcut starts where the branch did
+            total += sum(flops_of(m) for m in block.shortcut.modules() if isinstance(m, nn.Conv2d))
+            height, width = after
+        return total + 2 * self.head.in_features * self.head.out_features
