@@ -1,0 +1,1 @@
+"""Collectives and the ledger that counts them."""

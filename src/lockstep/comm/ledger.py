@@ -1,0 +1,128 @@
+"""The ledger: every collective of a step, with its bytes and when it was issued, waited for and done.
+
+From it come the bytes that `verify` holds against theory, and the exposed communication: the time in which the step
+stood still because it waited. Time is the host's clock on the CPU; on a GPU the marks are events on the compute
+stream, so what is measured is the stream's wait, without making the host wait too.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds of the host's clock, or an event on a CUDA stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, on the clock of `device`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Mark, end: Mark) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def wire_factor(operation: str, group_size: int) -> float:
+    """Bytes that each rank sends per byte of payload, with a bandwidth-optimal algorithm.
+
+    Payload is nccl-tests' S: the whole array that the collective is about, also for all_gather.
+    """
+    n = group_size
+    share = (n - 1) / n
+    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": 1.0 if n > 1 else 0.0}[
+        operation
+    ]
+
+
+@dataclass
+class Entry:
+    """One collective, as one rank saw it."""
+
+    operation: str
+    purpose: str
+    """What it carried: gradients, parameters, buffers; or bookkeeping: count, loss, flags."""
+    group_size: int
+    nbytes: int
+    """Payload S in bytes."""
+    issued: Mark
+    wait_started: Mark | None = None
+    wait_ended: Mark | None = None
+    ended: Mark | None = None
+    """When the last byte had arrived, where that can be seen; never later than `wait_ended`."""
+
+    @property
+    def wire_bytes(self) -> float:
+        return wire_factor(self.operation, self.group_size) * self.nbytes
+
+
+@dataclass
+class Ledger:
+    """The collectives of one step, in the order in which they were issued."""
+
+    device: torch.device = torch.device("cpu")
+    entries: list[Entry] = field(default_factory=list)
+    started: Mark | None = None
+
+    def open(self) -> None:
+        """Begin a new step."""
+        self.entries = []
+        self.started = mark(self.device)
+
+    def add(self, operation: str, purpose: str, group_size: int, nbytes: int) -> Entry:
+        entry = Entry(operation, purpose, group_size, nbytes, mark(self.device))
+        self.entries.append(entry)
+        return entry
+
+    def of(self, *purposes: str) -> list[Entry]:
+        return [e for e in self.entries if e.purpose in purposes]
+
+    def exposed_seconds(self) -> float:
+        """Time in which the step stood waiting for communication; overlapping waits count once."""
+        return self._union((e.wait_started, e.wait_ended) for e in self.entries)
+
+    def communication_seconds(self) -> float:
+        """Time in which anything was on its way, hidden or not."""
+        return self._union((e.issued, e.ended or e.wait_ended) for e in self.entries)
+
+    def _union(self, intervals: Iterator[tuple[Mark | None, Mark | None]]) -> float:
+        started = self.started
+        assert started is not None, "open() begins a step"
+        spans = sorted(
+            (seconds_between(started, a), seconds_between(started, b)) for a, b in intervals if a is not None and b
+        )
+        total, reached = 0.0, float("-inf")
+        for start, end in spans:
+            total += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        return total
+
+
+_active: Ledger | None = None
+
+
+def active_ledger() -> Ledger | None:
+    """The ledger that collectives write to now, if any."""
+    return _active
+
+
+@contextmanager
+def recording(ledger: Ledger) -> Iterator[Ledger]:
+    """Collectives issued inside, from any thread, are written to `ledger`."""
+    global _active
+    before, _active = _active, ledger
+    try:
+        yield ledger
+    finally:
+        _active = before

@@ -1,0 +1,64 @@
+"""Watching an engine that we did not write: a process group that notes each collective and passes it on.
+
+PyTorch's engines take any process group, also one written in Python. This one hands every call to the real group and
+returns the real group's work, so that the engine runs its own code at its own speed; only the ledger knows.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.collectives import note_end
+from lockstep.comm.ledger import Entry, active_ledger, mark
+
+
+class ObservedGroup(dist.ProcessGroup):
+    """Delegates to `inner`, noting what is issued. The engine waits in C++, out of sight: see `waits_until_now`."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self._open: list[Entry] = []
+
+    def _note(self, operation: str, nbytes: int, work: dist.Work, device: torch.device) -> dist.Work:
+        ledger = active_ledger()
+        if ledger is not None:
+            entry = ledger.add(operation, "gradients", self.size(), nbytes)
+            self._open.append(entry)
+            if device.type == "cpu":
+                note_end(work, entry)
+        return work
+
+    def waits_until_now(self, device: torch.device) -> None:
+        """Close the books on a backward pass that has just returned.
+
+        The engine launches a collective as soon as its gradients are there and waits for all at the end of backward:
+        from the last launch on there is nothing left to compute, and the rest of backward is exposed.
+        """
+        now = mark(device)
+        for entry in self._open:
+            entry.wait_started, entry.wait_ended = self._open[-1].issued, now
+        self._open = []
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        work = self.inner.allreduce(tensors, opts)
+        return self._note("all_reduce", sum(t.nbytes for t in tensors), work, tensors[0].device)
+
+    # Set-up and buffers, which are not the step's gradients.
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        return self.inner.broadcast(tensors, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self.inner.allgather(outputs, inputs, opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self.inner.barrier(opts)
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return "observed"
+
+    @property
+    def group_name(self) -> str:
+        return self.inner.group_name

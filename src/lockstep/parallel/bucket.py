@@ -1,0 +1,112 @@
+"""Gradients that travel together: one flat buffer, and each parameter's gradient a view of it.
+
+    buffer   [ grad of p0 | grad of p1 | ... | used p0 | used p1 | ... ]
+
+The tail holds one number per parameter: 1 where this rank's backward produced a gradient. Summed with the gradients it
+tells how many ranks used the parameter, so that "unused everywhere" (`grad` stays None) and "unused here" (`grad`
+becomes the average) are told apart without a collective of their own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import Group, group_size
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+class Bucket:
+    def __init__(self, parameters: list[nn.Parameter], group: Group = None) -> None:
+        self.parameters, self.group = parameters, group
+        self.scale = 1.0 / group_size(group)
+        count = sum(p.numel() for p in parameters)
+        self.buffer = parameters[0].new_zeros(count + len(parameters), requires_grad=False)
+        self.gradients, self.used = self.buffer[:count], self.buffer[count:]
+        self.slices: list[slice] = []
+        self.views: list[Tensor] = []
+        start = 0
+        for parameter in parameters:
+            self.slices.append(slice(start, start + parameter.numel()))
+            self.views.append(_view_like(self.gradients[self.slices[-1]], parameter))
+            start += parameter.numel()
+        self.placed = [False] * len(parameters)
+        self.finish: Callable[[], None] | None = None
+        """Set while a reduction is on its way; waits for it."""
+
+    @property
+    def is_full(self) -> bool:
+        return all(self.placed)
+
+    def place(self, index: int) -> None:
+        """Move a parameter's gradient into the buffer, divided by the number of ranks in the same pass.
+
+        Dividing before the sum makes the sum a mean, and keeps fp16 from overflowing.
+        """
+        parameter, view = self.parameters[index], self.views[index]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.data_ptr() == view.data_ptr():
+            view.mul_(self.scale)  # autograd has added to the view in place
+        else:
+            torch.mul(gradient, self.scale, out=view)
+            parameter.grad = view
+        self.used[index] = 1.0
+        self.placed[index] = True
+
+    def place_rest(self) -> None:
+        """Backward is over: what it did not produce counts as zero, unless earlier micro-batches left a gradient."""
+        for index, parameter in enumerate(self.parameters):
+            if self.placed[index]:
+                continue
+            if parameter.grad is not None:
+                self.place(index)
+            else:
+                self.views[index].zero_()
+                self.used[index] = 0.0
+
+    def unused_slices(self) -> list[slice]:
+        """Where the buffer holds no gradient of this rank."""
+        return [s for s, placed in zip(self.slices, self.placed, strict=True) if not placed]
+
+    def hand_over(self) -> None:
+        """Wait for the reduction and give each parameter its average; what no rank used keeps `grad=None`."""
+        assert self.finish is not None
+        self.finish()
+        self.finish = None
+        for index, parameter in enumerate(self.parameters):
+            if not self.placed[index] and bool(self.used[index] > 0):
+                parameter.grad = self.views[index]
+        self.placed = [False] * len(self.parameters)
+
+
+def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A view with the parameter's own strides (channels-last, transposed) where those cover its memory densely."""
+    dense = parameter.numel() == 0 or torch.empty_like(parameter).stride() == parameter.stride()
+    if dense and not parameter.is_contiguous():
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return flat.view(parameter.shape)
+
+
+def assign_buckets(
+    tensors: Sequence[T], cap_bytes: float, first_cap_bytes: float | None = None
+) -> list[list[T]]:
+    """Group tensors, in reverse order (backward's), into buckets of one dtype and at most `cap_bytes`.
+
+    A tensor larger than the cap gets a bucket of its own. The first bucket may be smaller, so that communication
+    starts early.
+    """
+    done: list[list[T]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    for tensor in reversed(tensors):
+        key = (tensor.dtype, tensor.device)
+        bucket = filling.setdefault(key, [])
+        cap = first_cap_bytes if first_cap_bytes is not None and not done else cap_bytes
+        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > cap:
+            done.append(bucket)
+            bucket = filling[key] = []
+        bucket.append(tensor)
+    return done + list(filling.values())

@@ -1,0 +1,238 @@
+"""Data parallelism by hand: every rank holds the whole model, computes its share of the batch, and averages gradients.
+
+How the communication goes, per step:
+
+1. forward and backward run on each rank's own samples; autograd produces the gradients from the last layer to the first
+2. gradients are moved into buckets, and each bucket is all-reduced; the four modes differ only in what a bucket is and
+   when it leaves:
+
+       sync       a bucket is                    it leaves
+       naive      one parameter                  after backward, one after the other
+       flat       all parameters                 after backward
+       overlap    one parameter                  as soon as autograd has produced it
+       bucketed   parameters up to `bucket_mb`   as soon as autograd has produced them all
+
+3. `finish_gradient_synchronization()` waits; now `p.grad` is the mean over the ranks, and every rank's optimizer takes
+   the same step
+
+Buckets always leave in the same order on every rank, whatever order their gradients come in: collectives are matched
+by order, and a rank that skips a parameter must not swap two of them.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import Group, all_gather, all_gather_objects, broadcast, group_size
+from lockstep.errors import UserError
+from lockstep.parallel.bucket import Bucket, assign_buckets
+from lockstep.parallel.compression import make_reducer
+
+Sync = Literal["naive", "flat", "overlap", "bucketed"]
+MIB = 1024 * 1024
+FIRST_BUCKET_BYTES = MIB
+
+
+class DataParallel(nn.Module):
+    """Wraps a module; call it like the module, and `finish_gradient_synchronization()` between backward and step.
+
+    model = DataParallel(model, sync="bucketed")
+    model(inputs).sum().backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sync: Sync = "bucketed",
+        bucket_mb: float = 25.0,
+        process_group: Group = None,
+        compression: str = "none",
+        topk_ratio: float = 0.01,
+        powersgd_rank: int = 4,
+    ) -> None:
+        super().__init__()
+        if sync not in get_args(Sync):
+            raise UserError(f"sync is {sync!r}, but it must be one of {', '.join(get_args(Sync))}")
+        self.module, self.sync, self.group = module, sync, process_group
+        self._size = group_size(process_group)
+        self._synchronizing = True
+        check_same_model(module, process_group)
+        broadcast_module(module, process_group)
+
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        sparse = _sparse_parameters(module)
+        self._sparse = [p for p in trainable if p in sparse]
+        dense = [p for p in trainable if p not in sparse]
+        self.buckets = [Bucket(group, process_group) for group in self._group(dense, bucket_mb)]
+        self._reducers = [make_reducer(compression, topk_ratio, powersgd_rank) for _ in self.buckets]
+        self._launched = 0  # buckets of this round that are on their way: always the first ones
+        if sync in ("overlap", "bucketed") and self._size > 1:
+            for bucket in self.buckets:
+                for index, parameter in enumerate(bucket.parameters):
+                    self._watch(parameter, bucket, index)
+
+    def _group(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
+        if self.sync == "flat":
+            return assign_buckets(parameters, float("inf"))
+        if self.sync == "bucketed":
+            return assign_buckets(parameters, bucket_mb * MIB, min(FIRST_BUCKET_BYTES, bucket_mb * MIB))
+        return [[p] for p in reversed(parameters)]
+
+    # ---- forward and backward --------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._synchronizing and self.training and torch.is_grad_enabled():
+            broadcast_buffers(self.module, self.group)
+        return self.module(*args, **kwargs)
+
+    def _watch(self, parameter: nn.Parameter, bucket: Bucket, index: int) -> None:
+        """Two hooks: before autograd adds to the gradient, and after.
+
+        They refer to the wrapper weakly: a module outlives a wrapper that is thrown away, and its hooks with it.
+        """
+        weak_self = weakref.ref(self)
+
+        def before(_: Tensor) -> None:
+            # A second backward (or re-entrant checkpointing) adds to a gradient that may be on its way. Close this
+            # round first: the mean of (mean of the first + own second) is the mean of both.
+            if (wrapper := weak_self()) is not None and bucket.placed[index]:
+                wrapper._close_round()
+
+        def after(_: Tensor) -> None:
+            if (wrapper := weak_self()) is not None and wrapper._synchronizing:
+                bucket.place(index)
+                wrapper._launch_full_buckets()
+
+        parameter.register_hook(before)
+        parameter.register_post_accumulate_grad_hook(after)
+
+    def _launch_full_buckets(self) -> None:
+        while self._launched < len(self.buckets) and self.buckets[self._launched].is_full:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._launched]
+        bucket.finish = self._reducers[self._launched].start(bucket)
+        self._launched += 1
+
+    # ---- between backward and the optimizer -------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Make every `p.grad` the mean over the ranks. Every rank must call it, once per step."""
+        if self._size == 1 or not self._synchronizing:
+            return
+        self._close_round()
+        for parameter in self._sparse:
+            average_sparse_gradient(parameter, self.group)
+
+    def _close_round(self) -> None:
+        """Send what has not left yet, wait for everything, begin a new round."""
+        while self._launched < len(self.buckets):
+            self.buckets[self._launched].place_rest()
+            self._launch_next()
+            if self.sync == "naive":
+                self.buckets[self._launched - 1].hand_over()
+        if self.sync != "naive":
+            for bucket in self.buckets:
+                bucket.hand_over()
+        self._launched = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds to each rank's own gradients; the next backward outside averages the sum."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    # ---- state -------------------------------------------------------------------------------------------
+
+    def reducer_state(self) -> list[dict[str, Tensor]]:
+        """What compression remembers, per bucket."""
+        return [reducer.state() for reducer in self._reducers]
+
+    def load_reducer_state(self, states: list[dict[str, Tensor]]) -> None:
+        for reducer, state in zip(self._reducers, states, strict=True):
+            reducer.load_state(state)
+
+
+# ---- what ranks must agree on before they start -----------------------------------------------------------
+
+
+def check_same_model(module: nn.Module, group: Group = None) -> None:
+    """Refuse, on every rank alike, models that differ between ranks: their collectives would mismatch or hang."""
+    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
+    everyone = all_gather_objects(mine, group)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        if len(theirs) != len(everyone[0]):
+            raise UserError(f"rank {rank} has {len(theirs)} parameters and rank 0 has {len(everyone[0])}: build the same model")
+        a, b = next(pair for pair in zip(theirs, everyone[0], strict=True) if pair[0] != pair[1])
+        raise UserError(f"rank {rank} has parameter {a} where rank 0 has {b}: build the same model on every rank")
+
+
+@torch.no_grad()
+def broadcast_module(module: nn.Module, group: Group = None) -> None:
+    """Give every rank the first rank's parameters, frozen ones too, and buffers."""
+    if group_size(group) == 1:
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_contiguous():
+            broadcast(tensor.data, "parameters", group)
+        else:
+            tensor.data.copy_(broadcast(tensor.data.contiguous(), "parameters", group))
+
+
+@torch.no_grad()
+def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
+    """Before a forward pass: everybody starts from the first rank's running statistics, one broadcast per dtype."""
+    if group_size(group) == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = broadcast(torch.cat([b.reshape(-1) for b in buffers]), "buffers", group)
+        for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
+# ---- sparse gradients ---------------------------------------------------------------------------------------
+
+
+def _sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    layers = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+    return {layer.weight for layer in layers}
+
+
+def average_sparse_gradient(parameter: nn.Parameter, group: Group = None) -> None:
+    """Average a row-sparse gradient: gather every rank's (row, values) pairs, padded to the longest, and add them up."""
+    gradient = parameter.grad
+    if gradient is not None:
+        gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
+    else:
+        rows, values = parameter.new_empty(0, dtype=torch.long), parameter.new_empty((0, *parameter.shape[1:]))
+    mine = torch.tensor([len(rows), gradient is not None], device=parameter.device)
+    counts = all_gather(mine, "flags", group)  # (ranks, 2)
+    if not bool(counts[:, 1].any()):
+        return  # unused everywhere: grad stays None
+    longest = int(counts[:, 0].max())
+    padded_rows, padded_values = rows.new_zeros(longest), values.new_zeros((longest, *values.shape[1:]))
+    padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
+    all_rows = all_gather(padded_rows, "gradients", group)
+    all_values = all_gather(padded_values, "gradients", group)
+    own = torch.arange(longest, device=rows.device) < counts[:, :1]  # (ranks, longest): not padding
+    size = group_size(group)
+    parameter.grad = torch.sparse_coo_tensor(all_rows[own][None], all_values[own] / size, parameter.shape).coalesce()
+
+

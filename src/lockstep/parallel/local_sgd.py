@@ -1,0 +1,86 @@
+"""Local SGD and DiLoCo: train apart, meet every K steps.
+
+Every rank takes K optimizer steps on its own data without any communication, then:
+
+- Local SGD (no outer optimizer): the parameters become their mean over the ranks.
+- DiLoCo (Douillard et al. 2023): the mean's distance from where all ranks last met is treated as a gradient, and an
+  outer optimizer (SGD with Nesterov momentum) takes one step with it from there.
+
+The traffic is 1/K of data parallelism's. With K = 1, plain averaging and an optimizer that is linear in the gradient
+(SGD, with or without momentum), it is data parallelism.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import Group, all_reduce, group_size
+from lockstep.errors import UserError
+from lockstep.parallel.bucket import assign_buckets
+from lockstep.parallel.data_parallel import broadcast_module, check_same_model
+
+CHUNK_BYTES = 25 * 1024 * 1024
+
+
+class LocalSGD:
+    """Call `after_step()` after each optimizer step; every `every` steps it averages the model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        every: int = 8,
+        outer_lr: float = 0.0,
+        outer_momentum: float = 0.9,
+        process_group: Group = None,
+    ) -> None:
+        if every < 1:
+            raise UserError(f"every is {every}, but parameters are averaged every 1 or more steps")
+        self.module, self.every, self.group = module, every, process_group
+        self.steps = 0
+        check_same_model(module, process_group)
+        broadcast_module(module, process_group)
+        self.trainable = [p for p in module.parameters() if p.requires_grad]
+        self.meeting_point: list[Tensor] = []
+        self.outer: torch.optim.Optimizer | None = None
+        if outer_lr > 0:
+            self.meeting_point = [p.detach().clone() for p in self.trainable]
+            self.outer = torch.optim.SGD(self.meeting_point, outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+
+    @torch.no_grad()
+    def after_step(self) -> bool:
+        """Count one step; True if the ranks met."""
+        self.steps += 1
+        if self.steps % self.every:
+            return False
+        self._average([p.data for p in self.trainable])
+        self._average([b for b in self.module.buffers() if b.is_floating_point()])
+        if self.outer is not None:
+            for start, parameter in zip(self.meeting_point, self.trainable, strict=True):
+                start.grad = start - parameter  # descending this gradient with lr 1 would land on the mean
+            self.outer.step()
+            for start, parameter in zip(self.meeting_point, self.trainable, strict=True):
+                parameter.copy_(start)
+        return True
+
+    def _average(self, tensors: list[Tensor]) -> None:
+        """Mean over the ranks, in as many all-reduces as there are 25 MiB chunks and dtypes."""
+        if group_size(self.group) == 1:
+            return
+        for chunk in assign_buckets(tensors, CHUNK_BYTES):
+            flat = torch.cat([t.reshape(-1) for t in chunk]).div_(group_size(self.group))
+            all_reduce(flat, "parameters", self.group)
+            for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"steps": self.steps, "meeting_point": self.meeting_point}
+        return state if self.outer is None else {**state, "outer": self.outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        with torch.no_grad():
+            for mine, theirs in zip(self.meeting_point, state["meeting_point"], strict=True):
+                mine.copy_(theirs)
+        if self.outer is not None:
+            self.outer.load_state_dict(state["outer"])
