@@ -117,7 +117,10 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as log_dir:
-        before, tempfile.tempdir = tempfile.tempdir, log_dir  # torch leaves error files in the temporary folder
+        before, tempfile.tempdir = (
+            tempfile.tempdir,
+            log_dir,
+        )  # torch leaves error files in the temporary folder
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

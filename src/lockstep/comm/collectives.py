@@ -64,7 +64,11 @@ def _issue(
 def all_reduce_async(tensor: Tensor, purpose: str, group: Group = None, op: Any = dist.ReduceOp.SUM) -> Pending:
     """Begin to sum `tensor` over the ranks, in place."""
     return _issue(
-        "all_reduce", purpose, tensor, group, lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True)
+        "all_reduce",
+        purpose,
+        tensor,
+        group,
+        lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True),
     )
 
 
@@ -77,7 +81,11 @@ def all_reduce(tensor: Tensor, purpose: str, group: Group = None, op: Any = dist
 def broadcast(tensor: Tensor, purpose: str, group: Group = None) -> Tensor:
     """Copy the group's first rank's `tensor` to all, in place."""
     _issue(
-        "broadcast", purpose, tensor, group, lambda: dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+        "broadcast",
+        purpose,
+        tensor,
+        group,
+        lambda: dist.broadcast(tensor, group=group, group_src=0, async_op=True),
     ).wait()
     return tensor
 

@@ -41,9 +41,12 @@ def wire_factor(operation: str, group_size: int) -> float:
     """
     n = group_size
     share = (n - 1) / n
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": 1.0 if n > 1 else 0.0}[
-        operation
-    ]
+    return {
+        "all_reduce": 2 * share,
+        "all_gather": share,
+        "reduce_scatter": share,
+        "broadcast": 1.0 if n > 1 else 0.0,
+    }[operation]
 
 
 @dataclass

@@ -17,7 +17,7 @@ class ObservedGroup(dist.ProcessGroup):
     """Delegates to `inner`, noting what is issued. The engine waits in C++, out of sight: see `waits_until_now`."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
         self._open: list[Entry] = []
 
@@ -41,13 +41,13 @@ class ObservedGroup(dist.ProcessGroup):
             entry.wait_started, entry.wait_ended = self._open[-1].issued, now
         self._open = []
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         work = self.inner.allreduce(tensors, opts)
         return self._note("all_reduce", sum(t.nbytes for t in tensors), work, tensors[0].device)
 
     # Set-up and buffers, which are not the step's gradients.
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self.inner.broadcast(tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -60,5 +60,5 @@ class ObservedGroup(dist.ProcessGroup):
         return "observed"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self.inner.group_name

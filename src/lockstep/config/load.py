@@ -50,9 +50,7 @@ def _structure_section(values: dict[str, Any], cls: Any, section: str, where: st
         return dacite.from_dict(cls, values, options)
     except dacite.WrongTypeError as error:
         allowed = _type_name(error.field_type)
-        raise UserError(
-            f"{where}: {section}.{error.field_path} is {error.value!r}, but it must be {allowed}"
-        ) from None
+        raise UserError(f"{where}: {section}.{error.field_path} is {error.value!r}, but it must be {allowed}") from None
 
 
 def _refuse_unknown_keys(values: dict[str, Any], sections: dict[str, Any], where: str) -> None:
@@ -121,7 +119,7 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML in which a key given twice is an error, not a silent last one wins."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = sorted({str(k) for k in keys if keys.count(k) > 1})
         if twice:
             raise yaml.YAMLError(f"key {twice[0]} is given twice (line {node.start_mark.line + 1} ff.)")

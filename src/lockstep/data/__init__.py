@@ -23,7 +23,11 @@ READS: dict[str, tuple[Kind, ...]] = {
 }
 """Which kinds of data each model reads; the first is its synthetic default."""
 
-SETS_BY_KIND = {"images": "digits, mnist, cifar10, synthetic", "tokens": "text, synthetic", "regression": "synthetic"}
+SETS_BY_KIND = {
+    "images": "digits, mnist, cifar10, synthetic",
+    "tokens": "text, synthetic",
+    "regression": "synthetic",
+}
 
 
 def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
@@ -52,6 +56,7 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
 def _synthetic(config: Config, context: int, device: torch.device | str) -> DataSet:
     data, model = config.data, config.model
     kind = data.kind or READS[model.name][0]
+    shape: tuple[int, ...]
     if kind == "tokens":
         shape, classes = (context,), (model.vocabulary if isinstance(model, GPT) else None) or 256
     else:

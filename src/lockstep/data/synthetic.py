@@ -31,9 +31,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device)
 
 
-def _regression(
-    total: int, shape: tuple[int, ...], outputs: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _regression(total: int, shape: tuple[int, ...], outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """y = x · w* + noise, with one fixed w*."""
     (features,) = shape
     true_weight = _normal((features, outputs), generator) / features**0.5

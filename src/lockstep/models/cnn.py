@@ -1,4 +1,4 @@
-"""The configurable CNN: 3x3 convolutions, each followed by 2x2 pooling while the image allows, then two linear layers."""
+"""The configurable CNN: 3x3 convolutions with 2x2 pooling while the image allows, then two linear layers."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,16 +22,13 @@ class CNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for convolution in self.convolutions:
             x = convolution(x).relu()
-            if min(x.shape[-2:]) >= 2:
+            if min(x.shape[2], x.shape[3]) >= 2:
                 x = F.max_pool2d(x, 2)
         logits: Tensor = self.head(self.hidden(x.flatten(1)).relu())
         return logits
 
     def forward_flops(self) -> int:
         """Multiplications and additions of one sample's forward pass."""
-        convolutions = sum(
-            2 * 9 * conv.in_channels * conv.out_channels * pixels
-            for conv, pixels in zip(self.convolutions, self.conv_pixels, strict=True)
-        )
-        linear = sum(2 * layer.in_features * layer.out_features for layer in (self.hidden, self.head))
-        return convolutions + linear
+        kernels = [p for p in self.convolutions.parameters() if p.dim() == 4]
+        convolutions = sum(kernel.numel() * pixels for kernel, pixels in zip(kernels, self.conv_pixels, strict=True))
+        return 2 * (convolutions + self.hidden.weight.numel() + self.head.weight.numel())

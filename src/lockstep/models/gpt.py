@@ -133,14 +133,15 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.token_embedding = nn.Embedding(shape.vocabulary, shape.d_model)
-        self.position_embedding = (
-            nn.Embedding(shape.context, shape.d_model) if shape.position == "learned" else None
-        )
+        self.position_embedding = nn.Embedding(shape.context, shape.d_model) if shape.position == "learned" else None
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = make_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocabulary, bias=False)
         self.apply(self._initialize)
-        for name, parameter in self.named_parameters():  # GPT-2: the residual stream adds up 2 x layers branches
+        for (
+            name,
+            parameter,
+        ) in self.named_parameters():  # GPT-2: the residual stream adds up 2 x layers branches
             if name.endswith(("attention.output.weight", "mlp.down.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5)
         if shape.tied:

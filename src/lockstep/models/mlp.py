@@ -1,5 +1,7 @@
 """Linear layers with ReLU between them."""
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 
@@ -7,10 +9,12 @@ class MLP(nn.Module):
     def __init__(self, inputs: int, width: int, outputs: int, layers: int) -> None:
         super().__init__()
         widths = [inputs] + [width] * (layers - 1) + [outputs]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        for layer in self.layers:  # keeps the signal alive through 16 layers
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu")  # keeps the signal alive through 16 layers
+            else:
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)  # (batch, features)
@@ -21,4 +25,4 @@ class MLP(nn.Module):
 
     def forward_flops(self) -> int:
         """Multiplications and additions of one sample's forward pass."""
-        return sum(2 * layer.in_features * layer.out_features for layer in self.layers)
+        return 2 * sum(p.numel() for p in self.parameters() if p.dim() == 2)

@@ -83,6 +83,7 @@ class ResNet(nn.Module):
         assert isinstance(stem, nn.Conv2d)
         total = flops_of(stem)
         for block in self.blocks:
+            assert isinstance(block, Block)
             before = height, width
             total += sum(flops_of(m) for m in block.branch.modules() if isinstance(m, nn.Conv2d))
             after, (height, width) = (height, width), before  # the shortcut starts where the branch did

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group, group_size
 
-
 T = TypeVar("T", bound=Tensor)
 
 
@@ -91,9 +90,7 @@ def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
     return flat.view(parameter.shape)
 
 
-def assign_buckets(
-    tensors: Sequence[T], cap_bytes: float, first_cap_bytes: float | None = None
-) -> list[list[T]]:
+def assign_buckets(tensors: Sequence[T], cap_bytes: float, first_cap_bytes: float | None = None) -> list[list[T]]:
     """Group tensors, in reverse order (backward's), into buckets of one dtype and at most `cap_bytes`.
 
     A tensor larger than the cap gets a bucket of its own. The first bucket may be smaller, so that communication

@@ -77,7 +77,7 @@ class ErrorFeedback(Reducer):
         """Remember `unsent`. A non-finite step is skipped by everybody and must not poison the next one."""
         assert self.residual is not None
         for unused in bucket.unused_slices():
-            unsent[unused] = self.residual[unused]
+            unsent[unused] += self.residual[unused]
         self.residual = unsent.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def state(self) -> dict[str, Tensor]:
@@ -147,7 +147,9 @@ class PowerSGD(ErrorFeedback):
             parts = list(first.split(sizes))
             bucket.used.copy_(parts.pop())
             ps = [orthonormal(parts.pop(0).view_as(product)) for product in products]
-            second = torch.cat([(m.T @ p).reshape(-1) for m, p in zip(matrices.values(), ps, strict=True)] or [first[:0]])
+            second = torch.cat(
+                [(m.T @ p).reshape(-1) for m, p in zip(matrices.values(), ps, strict=True)] or [first[:0]]
+            )
             if len(second):
                 all_reduce(second, "gradients", bucket.group)
             for (i, matrix), p in zip(matrices.items(), ps, strict=True):

@@ -175,7 +175,9 @@ def check_same_model(module: nn.Module, group: Group = None) -> None:
         if theirs == everyone[0]:
             continue
         if len(theirs) != len(everyone[0]):
-            raise UserError(f"rank {rank} has {len(theirs)} parameters and rank 0 has {len(everyone[0])}: build the same model")
+            raise UserError(
+                f"rank {rank} has {len(theirs)} parameters and rank 0 has {len(everyone[0])}: build the same model"
+            )
         a, b = next(pair for pair in zip(theirs, everyone[0], strict=True) if pair[0] != pair[1])
         raise UserError(f"rank {rank} has parameter {a} where rank 0 has {b}: build the same model on every rank")
 
@@ -209,19 +211,22 @@ def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
 # ---- sparse gradients ---------------------------------------------------------------------------------------
 
 
-def _sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+def _sparse_parameters(module: nn.Module) -> set[Tensor]:
     layers = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
     return {layer.weight for layer in layers}
 
 
 def average_sparse_gradient(parameter: nn.Parameter, group: Group = None) -> None:
-    """Average a row-sparse gradient: gather every rank's (row, values) pairs, padded to the longest, and add them up."""
+    """Average a row-sparse gradient: gather every rank's (row, values) pairs, padded to the longest, and add up."""
     gradient = parameter.grad
     if gradient is not None:
         gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
         rows, values = gradient.indices()[0], gradient.values()
     else:
-        rows, values = parameter.new_empty(0, dtype=torch.long), parameter.new_empty((0, *parameter.shape[1:]))
+        rows, values = (
+            parameter.new_empty(0, dtype=torch.long),
+            parameter.new_empty((0, *parameter.shape[1:])),
+        )
     mine = torch.tensor([len(rows), gradient is not None], device=parameter.device)
     counts = all_gather(mine, "flags", group)  # (ranks, 2)
     if not bool(counts[:, 1].any()):
@@ -234,5 +239,3 @@ def average_sparse_gradient(parameter: nn.Parameter, group: Group = None) -> Non
     own = torch.arange(longest, device=rows.device) < counts[:, :1]  # (ranks, longest): not padding
     size = group_size(group)
     parameter.grad = torch.sparse_coo_tensor(all_rows[own][None], all_values[own] / size, parameter.shape).coalesce()
-
-

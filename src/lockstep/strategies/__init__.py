@@ -1,0 +1,68 @@
+"""Every way of spreading a step, ours and PyTorch's, behind one face. This table is all of them."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+from lockstep.config import Parallel
+from lockstep.errors import UserError
+from lockstep.parallel.compression import COMPRESSIONS
+from lockstep.strategies.base import StepOptions, StepResult, Strategy
+from lockstep.strategies.data_parallel import Bucketed, Flat, Naive, Overlap
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.local_sgd import LocalSGD
+from lockstep.strategies.single import Single
+from lockstep.world import World
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "single": Single,
+    "naive": Naive,
+    "flat": Flat,
+    "overlap": Overlap,
+    "bucketed": Bucketed,
+    "ddp": DDP,
+    "local_sgd": LocalSGD,
+}
+
+VARIANTS = ("bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd", "local_sgd+diloco")
+"""Options of a strategy that comparisons list as rows of their own."""
+
+
+def strategy_named(name: str, parallel: Parallel | None = None) -> Parallel:
+    """`bucketed+topk` -> the Parallel section that asks for it, on top of `parallel`."""
+    base, _, option = name.partition("+")
+    if base not in STRATEGIES:
+        raise UserError(f"strategy {name!r} does not exist; there are {', '.join([*STRATEGIES, *VARIANTS])}")
+    chosen = replace(parallel or Parallel(), data=base)
+    if not option:
+        return chosen
+    if option == "diloco" and base == "local_sgd":
+        return replace(chosen, outer_lr=chosen.outer_lr or 0.7)
+    if option in COMPRESSIONS and base in ("naive", "flat", "overlap", "bucketed"):
+        return replace(chosen, compression=cast(Any, option))
+    raise UserError(f"strategy {name!r} does not exist; options of a strategy are {', '.join(VARIANTS)}")
+
+
+def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
+    """`all` stands for every strategy and variant."""
+    names = [n for word in wanted for n in ([*STRATEGIES, *VARIANTS] if word == "all" else [word])]
+    for name in names:
+        strategy_named(name)
+    return list(dict.fromkeys(names))
+
+
+def make_strategy(world: World, parallel: Parallel, options: StepOptions) -> Strategy:
+    if parallel.data not in STRATEGIES:
+        raise UserError(f"parallel.data is {parallel.data!r}, but it must be one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[parallel.data](world, parallel, options)
+
+
+__all__ = [
+    "STRATEGIES",
+    "VARIANTS",
+    "StepOptions",
+    "StepResult",
+    "Strategy",
+    "make_strategy",
+    "strategy_named",
+    "strategy_names",
+]

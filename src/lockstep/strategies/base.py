@@ -1,0 +1,297 @@
+"""The contract: how one training step is spread over the ranks.
+
+The meaning of a step. The reference is one process that takes the whole global batch, the mean loss over all its
+targets (samples, or tokens that are not padding), one backward, one clip, one optimizer step. Every strategy at every
+degree gives that loss, those gradients and those weights, also when shares and micro-batches differ in size. So the
+base class weights by counts, never by ranks: with C targets in the global batch and n data-parallel ranks, each
+micro-batch's loss is its sum times n / C, and the mean over the ranks is the mean over the targets.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import Pending, all_gather_objects, all_reduce_async
+from lockstep.comm.ledger import Ledger, Mark, mark, recording, seconds_between
+from lockstep.config import Parallel
+from lockstep.data import Batch, Share
+from lockstep.models.loss import LossSum, correct_count
+from lockstep.world import ParallelDims, World
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
+"""Dtype of the weights for each precision; bf16 and fp16 compute under autocast."""
+
+
+@dataclass
+class StepOptions:
+    """What a step does besides being spread."""
+
+    loss: LossSum
+    accumulation: int = 1
+    clip_norm: float | None = None
+    precision: str = "fp32"
+    compile: bool = False
+
+
+@dataclass
+class Totals:
+    """Sums over the global batch, on their way while the step goes on."""
+
+    sums: Tensor
+    """[sum of losses, correct predictions]"""
+    count: Tensor
+    pending: Pending
+
+    def read(self) -> tuple[float, float, float]:
+        self.pending.wait()
+        loss, correct = self.sums.tolist()
+        return loss, correct, float(self.count)
+
+
+@dataclass
+class StepResult:
+    """What one step did. Reading `loss` or `accuracy` waits for the device; a loop that does not read does not wait."""
+
+    totals: Totals
+    grad_norm: Tensor
+    skipped: bool
+    """The loss or a gradient was not finite on some rank: no rank has moved its weights."""
+
+    @property
+    def loss(self) -> float:
+        """Mean over the global batch."""
+        loss, _, count = self.totals.read()
+        return loss / max(count, 1.0)
+
+    @property
+    def accuracy(self) -> float:
+        _, correct, count = self.totals.read()
+        return correct / max(count, 1.0)
+
+
+@dataclass
+class Phases:
+    """Where the time of a step went, in the order of the step."""
+
+    device: torch.device
+    spans: list[tuple[str, Mark, Mark]] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = mark(self.device)
+        yield
+        self.spans.append((name, start, mark(self.device)))
+
+    def seconds(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for name, start, end in self.spans:
+            totals[name] = totals.get(name, 0.0) + seconds_between(start, end)
+        return totals
+
+
+class Strategy(ABC):
+    """How one training step is spread over the ranks.
+
+    A subclass writes `prepare`; it sets `model` (the plain module, with its own parameter names), `module` (what to
+    call in forward, the model or a wrapper of it) and `optimizer`. It overrides what else it does differently.
+    """
+
+    equal_to_one_process = True
+    """False for strategies that approximate by design (compression, local SGD)."""
+
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
+        self.world, self.parallel, self.options = world, parallel, options
+        self.dims = ParallelDims().resolve(world.size)
+        self.ledger = Ledger(world.device)
+        self.phases = Phases(world.device)
+        self.dtype = DTYPES[options.precision]
+        self.scaler: torch.amp.GradScaler | None = None
+        if options.precision == "fp16":
+            self.scaler = torch.amp.GradScaler(world.device.type, init_scale=2.0**12)
+
+    # ---- what a strategy defines -------------------------------------------------------------------------
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        """Place, wrap or shard a plain single-device model, then make the optimizer for what is left to train."""
+
+    def batch_share(self) -> Share:
+        """Which part of the global batch this rank reads."""
+        return Share(self.dims.data_rank(self.world.rank), self.dims.data)
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch: gradients need to meet at the `last` one only."""
+        return nullcontext()
+
+    def finish_gradients(self) -> None:
+        """After the last backward: when this returns, gradients are the global batch's."""
+
+    def after_optimizer_step(self) -> None:
+        """For strategies that synchronize something else than gradients."""
+
+    def agree_finite(self, finite: bool) -> bool:
+        """Whether all ranks may take the step. Averaged gradients are finite on all ranks or on none."""
+        return finite
+
+    # ---- the ordinary step ---------------------------------------------------------------------------------
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """To the device and dtype of the run, compiled if asked for; in place, so that names stay."""
+        model.to(self.world.device, self.dtype)
+        if self.options.compile:
+            model.compile()
+        return model
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step. `batch` is this rank's share of the global batch."""
+        self.phases.spans = []
+        self.ledger.open()
+        batch = batch.to(self.world.device, self.dtype)
+        with recording(self.ledger):
+            totals = self.accumulate_gradients(batch)
+            with self.phases("backward"):
+                self.finish_gradients()
+            with self.phases("optimizer"):
+                norm, applied = self.apply_gradients()
+            if applied:
+                with self.phases("backward"):
+                    self.after_optimizer_step()
+        return StepResult(totals, norm, skipped=not applied)
+
+    def accumulate_gradients(self, batch: Batch, synchronize: bool = True) -> Totals:
+        """Forward and backward of all micro-batches, each weighted by its share of the global batch's targets."""
+        self.optimizer.zero_grad(set_to_none=True)
+        count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=self.world.device)
+        counting = self._sum_over_data_ranks(count, "count")
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for index in range(self.options.accumulation):
+            micro_batch = batch.share(Share(index, self.options.accumulation))
+            last = synchronize and index == self.options.accumulation - 1
+            with self.gradient_sync(last):
+                with self.phases("forward"), self._autocast():
+                    outputs = self.module(micro_batch.inputs)
+                    loss_sum = self.options.loss(outputs, micro_batch)
+                if index == 0:
+                    counting.wait()  # sent before forward, needed only now
+                with self.phases("backward"):
+                    self._backward(loss_sum, micro_batch, count)
+                if not micro_batch.filler:
+                    sums += torch.stack((loss_sum.detach().double(), correct_count(outputs, micro_batch).double()))
+        return Totals(sums, count, self._sum_over_data_ranks(sums, "loss"))
+
+    def _backward(self, loss_sum: Tensor, micro_batch: Batch, count: Tensor) -> None:
+        weight = self.dims.data / count.clamp(min=1) * (0.0 if micro_batch.filler else 1.0)
+        # A loss that is not finite must reach every rank, but backward looks at the loss's slope, not its value:
+        # 0 * loss is 0 or NaN, and makes all gradients NaN.
+        loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+
+    def _sum_over_data_ranks(self, tensor: Tensor, purpose: str) -> Pending:
+        return all_reduce_async(tensor, purpose) if self.dims.data > 1 else Pending(None)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.options.precision in ("bf16", "fp16"):
+            dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float16
+            return torch.autocast(self.world.device.type, dtype)
+        return nullcontext()
+
+    def apply_gradients(self) -> tuple[Tensor, bool]:
+        """Clip by the global norm and step; on non-finite gradients no rank steps. Returns (norm, stepped)."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        norm = self.gradient_norm()
+        applied = self.agree_finite(bool(norm.isfinite()))
+        if applied:
+            if self.options.clip_norm is not None:
+                self.clip_gradients(norm, self.options.clip_norm)
+            self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        return norm, applied
+
+    def gradient_norm(self) -> Tensor:
+        """Norm over all parameters of the whole model."""
+        return nn.utils.get_total_norm([p.grad for p in self.trainable() if p.grad is not None])
+
+    def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
+        nn.utils.clip_grads_with_norm_(self.trainable(), max_norm, norm)
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """[sum of losses, correct, count] of this rank's share of a test batch."""
+        batch = batch.to(self.world.device, self.dtype)
+        with self._autocast():
+            outputs = self.model(batch.inputs)
+            loss_sum = self.options.loss(outputs, batch).double()
+        count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=loss_sum.device)
+        sums = torch.stack((loss_sum, correct_count(outputs, batch).double(), count))
+        return torch.zeros_like(sums) if batch.filler else sums
+
+    # ---- when something is not finite ----------------------------------------------------------------------
+
+    def locate_nonfinite(self, batch: Batch) -> str:
+        """Which rank and parameter a skipped step failed on.
+
+        After the average every rank holds the same NaN; so every rank runs its share once more without averaging,
+        and says what it finds.
+        """
+        batch = batch.to(self.world.device, self.dtype)
+        totals = self.accumulate_gradients(batch, synchronize=False)
+        found = [
+            f"{what} {name}"
+            for name, parameter in self.model.named_parameters()
+            for what, tensor in (("weight", parameter), ("gradient of", parameter.grad))
+            if tensor is not None and not bool(tensor.isfinite().all())
+        ]
+        inputs_bad = batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all())
+        self.optimizer.zero_grad(set_to_none=True)
+        mine = (["its inputs"] if inputs_bad else []) + found
+        totals.pending.wait()
+        findings = [
+            f"rank {rank}: {theirs[0]}" + (f" and {len(theirs) - 1} more" if len(theirs) > 1 else "")
+            for rank, theirs in enumerate(all_gather_objects(mine))
+            if theirs
+        ]
+        return "; ".join(findings) or "not reproduced when the batch was run again"
+
+    # ---- state ---------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Layout-free: original names, whole tensors, on every rank."""
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Layout-free, as `full_state_dict`; parameters without a gradient are left out."""
+        named = self.model.named_parameters()
+        return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of everything that the next step depends on."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,62 @@
+"""Our own data parallelism, in its four modes."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from lockstep.config import Parallel
+from lockstep.parallel import DataParallel
+from lockstep.parallel.data_parallel import Sync
+from lockstep.strategies.base import MakeOptimizer, StepOptions, Strategy
+from lockstep.world import World
+
+
+class HandWritten(Strategy):
+    sync: Sync
+    module: DataParallel
+
+    def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
+        super().__init__(world, parallel, options)
+        self.equal_to_one_process = parallel.compression == "none"
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = self.place(model)
+        self.module = DataParallel(
+            self.model,
+            sync=self.sync,
+            bucket_mb=self.parallel.bucket_mb,
+            compression=self.parallel.compression,
+            topk_ratio=self.parallel.topk_ratio,
+            powersgd_rank=self.parallel.powersgd_rank,
+        )
+        self.optimizer = make_optimizer(self.trainable())
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.module.no_sync()
+
+    def finish_gradients(self) -> None:
+        self.module.finish_gradient_synchronization()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "reducers": self.module.reducer_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.module.load_reducer_state(state["reducers"])
+
+
+class Naive(HandWritten):
+    sync = "naive"
+
+
+class Flat(HandWritten):
+    sync = "flat"
+
+
+class Overlap(HandWritten):
+    sync = "overlap"
+
+
+class Bucketed(HandWritten):
+    sync = "bucketed"

@@ -1,0 +1,44 @@
+"""PyTorch's own DistributedDataParallel, observed."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.comm.observe import ObservedGroup
+from lockstep.errors import UserError
+from lockstep.strategies.base import MakeOptimizer, Strategy
+
+
+class DDP(Strategy):
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = self.module = self.place(model)
+        self.group: ObservedGroup | None = None
+        self.optimizer = make_optimizer(self.trainable())
+        if self.world.size == 1 or not self.trainable():
+            return
+        if self.parallel.compression != "none":
+            raise UserError(
+                f"parallel.compression {self.parallel.compression} does not go with parallel.data ddp; "
+                f"use naive, flat, overlap or bucketed"
+            )
+        default = dist.group.WORLD
+        assert default is not None
+        self.group = ObservedGroup(default)
+        self.module = DistributedDataParallel(
+            self.model,
+            process_group=self.group,
+            bucket_cap_mb=max(1, round(self.parallel.bucket_mb)),
+            gradient_as_bucket_view=True,
+        )
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+        if last or not isinstance(self.module, DistributedDataParallel):
+            return nullcontext()
+        no_sync: AbstractContextManager[None] = self.module.no_sync()
+        return no_sync
+
+    def finish_gradients(self) -> None:
+        if self.group is not None:
+            self.group.waits_until_now(self.world.device)

@@ -1,0 +1,39 @@
+"""Local SGD and DiLoCo behind the common face."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.collectives import all_reduce
+from lockstep.parallel import LocalSGD as Averager
+from lockstep.strategies.base import MakeOptimizer, Strategy
+
+
+class LocalSGD(Strategy):
+    """Ranks differ between two meetings, so this equals one process only for K = 1 and a linear optimizer."""
+
+    equal_to_one_process = False
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = self.module = self.place(model)
+        self.averager = Averager(
+            self.model, self.parallel.sync_every, self.parallel.outer_lr, self.parallel.outer_momentum
+        )
+        self.optimizer = make_optimizer(self.trainable())
+
+    def after_optimizer_step(self) -> None:
+        self.averager.after_step()
+
+    def agree_finite(self, finite: bool) -> bool:
+        """Gradients are each rank's own here: one NaN must stop all, or the ranks would meet at different steps."""
+        flag = torch.tensor(float(finite), device=self.world.device)
+        return bool(all_reduce(flag, "flags", op=dist.ReduceOp.MIN) > 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "averager": self.averager.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.averager.load_state_dict(state["averager"])
