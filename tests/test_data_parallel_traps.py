@@ -228,5 +228,7 @@ def outcomes(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], float
 @pytest.mark.parametrize("trap", TRAPS)
 def test_gradients_are_the_mean_of_the_ranks(outcomes: list[dict[tuple[str, str], float]], trap: str) -> None:
     for rank, outcome in enumerate(outcomes):
-        wrong = {who: d for (t, who), d in outcome.items() if t == trap and not d < (1e-6 if "mixed" in trap else 1e-12)}
+        wrong = {
+            who: d for (t, who), d in outcome.items() if t == trap and not d < (1e-6 if "mixed" in trap else 1e-12)
+        }
         assert not wrong, f"rank {rank}"

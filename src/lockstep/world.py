@@ -25,6 +25,8 @@ class World:
     local_rank: int = 0
     device: torch.device = torch.device("cpu")
     backend: str = "none"
+    ranks_on_device: int = 1
+    """More than one where ranks share a GPU."""
 
     @property
     def is_main(self) -> bool:
@@ -79,7 +81,8 @@ def join_world(
     if share_gpu and backend == "nccl":
         os.environ.update(share_gpu_environment(rank))
     _init_process_group(backend, rank, size, timeout)
-    yield World(rank, size, local_rank, torch_device, backend)
+    sharing = -(-local_size // torch.cuda.device_count()) if torch_device.type == "cuda" else 1
+    yield World(rank, size, local_rank, torch_device, backend, sharing)
     # Not in a `finally`: a failing rank must report its error before its peers see the connection close,
     # or theirs ("connection closed by peer") would be reported as the first.
     dist.destroy_process_group()

@@ -91,9 +91,10 @@ class Ledger:
     def of(self, *purposes: str) -> list[Entry]:
         return [e for e in self.entries if e.purpose in purposes]
 
-    def exposed_seconds(self) -> float:
-        """Time in which the step stood waiting for communication; overlapping waits count once."""
-        return self._union((e.wait_started, e.wait_ended) for e in self.entries)
+    def exposed_seconds(self, *purposes: str) -> float:
+        """Time in which the step stood waiting for communication (of these purposes); overlapping waits count once."""
+        entries = self.of(*purposes) if purposes else self.entries
+        return self._union((e.wait_started, e.wait_ended) for e in entries)
 
     def communication_seconds(self) -> float:
         """Time in which anything was on its way, hidden or not."""

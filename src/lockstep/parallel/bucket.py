@@ -33,39 +33,44 @@ class Bucket:
             self.views.append(_view_like(self.gradients[self.slices[-1]], parameter))
             start += parameter.numel()
         self.placed = [False] * len(parameters)
+        self.missing = len(parameters)
         self.finish: Callable[[], None] | None = None
         """Set while a reduction is on its way; waits for it."""
-
-    @property
-    def is_full(self) -> bool:
-        return all(self.placed)
 
     def place(self, index: int) -> None:
         """Move a parameter's gradient into the buffer, divided by the number of ranks in the same pass.
 
-        Dividing before the sum makes the sum a mean, and keeps fp16 from overflowing.
+        Dividing before the sum makes the sum a mean, and keeps fp16 from overflowing. Until the mean is there the
+        parameter has no gradient: another backward must not add to a buffer that is on its way, and an optimizer
+        that does not wait for the mean must not step with half of it.
         """
         parameter, view = self.parameters[index], self.views[index]
         gradient = parameter.grad
         assert gradient is not None
         if gradient.data_ptr() == view.data_ptr():
-            view.mul_(self.scale)  # autograd has added to the view in place
+            view.mul_(self.scale)  # earlier micro-batches have added to the view in place
         else:
             torch.mul(gradient, self.scale, out=view)
-            parameter.grad = view
-        self.used[index] = 1.0
+        parameter.grad = None
         self.placed[index] = True
+        self.missing -= 1
 
     def place_rest(self) -> None:
-        """Backward is over: what it did not produce counts as zero, unless earlier micro-batches left a gradient."""
+        """Backward is over: place what earlier micro-batches left behind; what is then missing counts as zero."""
         for index, parameter in enumerate(self.parameters):
-            if self.placed[index]:
-                continue
-            if parameter.grad is not None:
-                self.place(index)
-            else:
-                self.views[index].zero_()
-                self.used[index] = 0.0
+            if not self.placed[index]:
+                if parameter.grad is not None:
+                    self.place(index)
+                else:
+                    self.views[index].zero_()
+
+    def raise_flags(self) -> None:
+        """Write down which gradients are this rank's."""
+        self.used.fill_(1.0)
+        if self.missing:
+            for index, placed in enumerate(self.placed):
+                if not placed:
+                    self.used[index] = 0.0
 
     def unused_slices(self) -> list[slice]:
         """Where the buffer holds no gradient of this rank."""
@@ -77,9 +82,10 @@ class Bucket:
         self.finish()
         self.finish = None
         for index, parameter in enumerate(self.parameters):
-            if not self.placed[index] and bool(self.used[index] > 0):
+            if self.placed[index] or bool(self.used[index] > 0):
                 parameter.grad = self.views[index]
         self.placed = [False] * len(self.parameters)
+        self.missing = len(self.parameters)
 
 
 def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -91,19 +97,18 @@ def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def assign_buckets(tensors: Sequence[T], cap_bytes: float, first_cap_bytes: float | None = None) -> list[list[T]]:
-    """Group tensors, in reverse order (backward's), into buckets of one dtype and at most `cap_bytes`.
+    """Group tensors, in reverse order (backward's), into buckets of one dtype, closed once they reach `cap_bytes`.
 
-    A tensor larger than the cap gets a bucket of its own. The first bucket may be smaller, so that communication
-    starts early.
+    So a bucket is at least that large, except the last of its dtype. The very first may have a smaller cap, so that
+    communication starts early.
     """
     done: list[list[T]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for tensor in reversed(tensors):
         key = (tensor.dtype, tensor.device)
         bucket = filling.setdefault(key, [])
-        cap = first_cap_bytes if first_cap_bytes is not None and not done else cap_bytes
-        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > cap:
-            done.append(bucket)
-            bucket = filling[key] = []
         bucket.append(tensor)
+        cap = first_cap_bytes if first_cap_bytes is not None and not done else cap_bytes
+        if sum(t.nbytes for t in bucket) >= cap:
+            done.append(filling.pop(key))
     return done + list(filling.values())

@@ -34,7 +34,8 @@ from lockstep.parallel.compression import make_reducer
 
 Sync = Literal["naive", "flat", "overlap", "bucketed"]
 MIB = 1024 * 1024
-FIRST_BUCKET_BYTES = MIB
+FIRST_BUCKET_SHARE = 1 / 3
+"""The first bucket is smaller: its traffic starts early, and is hidden behind most of backward."""
 
 
 class DataParallel(nn.Module):
@@ -81,7 +82,7 @@ class DataParallel(nn.Module):
         if self.sync == "flat":
             return assign_buckets(parameters, float("inf"))
         if self.sync == "bucketed":
-            return assign_buckets(parameters, bucket_mb * MIB, min(FIRST_BUCKET_BYTES, bucket_mb * MIB))
+            return assign_buckets(parameters, bucket_mb * MIB, FIRST_BUCKET_SHARE * bucket_mb * MIB)
         return [[p] for p in reversed(parameters)]
 
     # ---- forward and backward --------------------------------------------------------------------------
@@ -92,32 +93,44 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _watch(self, parameter: nn.Parameter, bucket: Bucket, index: int) -> None:
-        """Two hooks: before autograd adds to the gradient, and after.
+        """Have autograd call us each time it has added to a parameter's gradient.
 
-        They refer to the wrapper weakly: a module outlives a wrapper that is thrown away, and its hooks with it.
+        The hook refers to the wrapper weakly: a module outlives a wrapper that is thrown away, and its hooks with it.
         """
         weak_self = weakref.ref(self)
 
-        def before(_: Tensor) -> None:
-            # A second backward (or re-entrant checkpointing) adds to a gradient that may be on its way. Close this
-            # round first: the mean of (mean of the first + own second) is the mean of both.
-            if (wrapper := weak_self()) is not None and bucket.placed[index]:
-                wrapper._close_round()
-
-        def after(_: Tensor) -> None:
-            if (wrapper := weak_self()) is not None and wrapper._synchronizing:
+        def gradient_is_there(_: Tensor) -> None:
+            wrapper = weak_self()
+            if wrapper is None:
+                return
+            if bucket.placed[index]:
+                wrapper._add_to_the_mean(parameter)
+            if wrapper._synchronizing:
                 bucket.place(index)
-                wrapper._launch_full_buckets()
+                if bucket.missing == 0:
+                    wrapper._launch_full_buckets()
 
-        parameter.register_hook(before)
-        parameter.register_post_accumulate_grad_hook(after)
+        parameter.register_post_accumulate_grad_hook(gradient_is_there)
+
+    def _add_to_the_mean(self, parameter: nn.Parameter) -> None:
+        """A second gradient in one step (several backwards, or re-entrant checkpointing), the first already on its way.
+
+        Close the round of the first, then add the second to its mean: the mean over the ranks of
+        (mean of the first + own second) is the mean of both.
+        """
+        second, parameter.grad = parameter.grad, None
+        self._close_round()
+        assert parameter.grad is not None
+        assert second is not None
+        parameter.grad.add_(second)
 
     def _launch_full_buckets(self) -> None:
-        while self._launched < len(self.buckets) and self.buckets[self._launched].is_full:
+        while self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
             self._launch_next()
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
+        bucket.raise_flags()
         bucket.finish = self._reducers[self._launched].start(bucket)
         self._launched += 1
 

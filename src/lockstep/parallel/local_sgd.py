@@ -47,12 +47,17 @@ class LocalSGD:
             self.meeting_point = [p.detach().clone() for p in self.trainable]
             self.outer = torch.optim.SGD(self.meeting_point, outer_lr, outer_momentum, nesterov=outer_momentum > 0)
 
-    @torch.no_grad()
     def after_step(self) -> bool:
         """Count one step; True if the ranks met."""
         self.steps += 1
         if self.steps % self.every:
             return False
+        self.meet()
+        return True
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Average the model now; also to be called after the last step, where ranks may still be apart."""
         self._average([p.data for p in self.trainable])
         self._average([b for b in self.module.buffers() if b.is_floating_point()])
         if self.outer is not None:
@@ -61,7 +66,6 @@ class LocalSGD:
             self.outer.step()
             for start, parameter in zip(self.meeting_point, self.trainable, strict=True):
                 parameter.copy_(start)
-        return True
 
     def _average(self, tensors: list[Tensor]) -> None:
         """Mean over the ranks, in as many all-reduces as there are 25 MiB chunks and dtypes."""

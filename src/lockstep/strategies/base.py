@@ -140,6 +140,9 @@ class Strategy(ABC):
     def after_optimizer_step(self) -> None:
         """For strategies that synchronize something else than gradients."""
 
+    def finish(self) -> None:
+        """After the last step: make sure that all ranks hold the same weights."""
+
     def agree_finite(self, finite: bool) -> bool:
         """Whether all ranks may take the step. Averaged gradients are finite on all ranks or on none."""
         return finite

@@ -29,7 +29,7 @@ class DDP(Strategy):
         self.module = DistributedDataParallel(
             self.model,
             process_group=self.group,
-            bucket_cap_mb=max(1, round(self.parallel.bucket_mb)),
+            bucket_cap_mb=self.parallel.bucket_mb,
             gradient_as_bucket_view=True,
         )
 

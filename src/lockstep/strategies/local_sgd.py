@@ -26,10 +26,13 @@ class LocalSGD(Strategy):
     def after_optimizer_step(self) -> None:
         self.averager.after_step()
 
+    def finish(self) -> None:
+        self.averager.meet()
+
     def agree_finite(self, finite: bool) -> bool:
         """Gradients are each rank's own here: one NaN must stop all, or the ranks would meet at different steps."""
         flag = torch.tensor(float(finite), device=self.world.device)
-        return bool(all_reduce(flag, "flags", op=dist.ReduceOp.MIN) > 0)
+        return bool(all_reduce(flag, "agreement", op=dist.ReduceOp.MIN) > 0)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "averager": self.averager.state_dict()}

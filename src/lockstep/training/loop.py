@@ -1,0 +1,231 @@
+"""The training loop behind `lockstep train`: the same lines for every strategy and any number of ranks."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from lockstep.comm.collectives import all_reduce
+from lockstep.config import GPT, Config, check_ranges, save_config
+from lockstep.data import Batch, DataSet, Sampler, Split, build_data, read_share
+from lockstep.errors import UserError
+from lockstep.models import build_model, parameter_count, training_flops
+from lockstep.models.loss import loss_for
+from lockstep.strategies import StepOptions, StepResult, Strategy, make_strategy
+from lockstep.training.metrics import MetricsWriter, step_breakdown
+from lockstep.training.optimizer import learning_rate, optimizer_factory
+from lockstep.training.peak import peak_flops
+from lockstep.world import World
+
+MAX_SKIPPED_IN_A_ROW = 10
+EVALUATION_BATCH = 512
+
+
+@dataclass
+class TrainResult:
+    """What a run came to."""
+
+    steps: int
+    loss: float
+    """Mean over the last logged steps."""
+    test_loss: float
+    test_accuracy: float
+    seconds: float
+    losses: list[float] = field(default_factory=list)
+    """Of each logged step."""
+
+
+def step_options(config: Config, dataset: DataSet) -> StepOptions:
+    train = config.train
+    return StepOptions(
+        loss=loss_for(dataset.spec.kind),
+        accumulation=train.accumulation,
+        clip_norm=train.clip_norm,
+        precision=train.precision,
+        compile=train.compile,
+    )
+
+
+def load_data(world: World, config: Config) -> DataSet:
+    """Build the data set; on each machine the first rank goes first, so that one download serves all."""
+    if world.size > 1 and world.local_rank > 0:
+        dist.barrier()
+    dataset = build_data(config, world.device)
+    if world.size > 1 and world.local_rank == 0:
+        dist.barrier()
+    return dataset
+
+
+def prepare_strategy(world: World, config: Config, dataset: DataSet) -> Strategy:
+    """The model of the config, spread by the strategy of the config."""
+    strategy = make_strategy(world, config.parallel, step_options(config, dataset))
+    strategy.prepare(build_model(config.model, dataset.spec, config.train.seed), optimizer_factory(config.train))
+    return strategy
+
+
+def train(world: World, config: Config, folder: Path | None = None, quiet: bool = False) -> TrainResult:
+    """Train as the config says; rank 0 shows progress and writes metrics and the resolved config to `folder`."""
+    check_ranges(config)
+    torch.manual_seed(config.train.seed + world.rank)
+    dataset = load_data(world, config)
+    strategy = prepare_strategy(world, config, dataset)
+    if world.is_main and folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder / "config.yaml")
+    with MetricsWriter(folder if world.is_main else None) as metrics:
+        return Run(world, config, dataset, strategy, metrics, quiet or not world.is_main).train()
+
+
+class Run:
+    """One training run, from the first step to the last evaluation."""
+
+    def __init__(
+        self, world: World, config: Config, dataset: DataSet, strategy: Strategy, metrics: MetricsWriter, quiet: bool
+    ) -> None:
+        self.world, self.config, self.dataset, self.strategy, self.metrics = world, config, dataset, strategy, metrics
+        self.quiet = quiet
+        self.console = Console(quiet=quiet)
+        self.sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
+        planned = config.train.epochs * self.sampler.steps_per_epoch
+        self.total_steps = min(planned, config.train.steps or planned)
+        self.steps_done = 0
+        self.skipped_in_a_row = 0
+        self.losses: list[float] = []
+        self.flops_per_sample = training_flops(strategy.model)
+        self.peak, self.peak_source = peak_flops(world, config.train.precision)
+        self._window_start = time.perf_counter()
+        self._window_samples = 0
+
+    def train(self) -> TrainResult:
+        self._announce()
+        start = time.perf_counter()
+        epoch = 0
+        with _progress(self.quiet, self.console) as progress:
+            task = progress.add_task("training", total=self.total_steps, status="")
+            while self.steps_done < self.total_steps:
+                self._train_epoch(epoch, progress, task)
+                epoch += 1
+                every = self.config.train.evaluate_every
+                if every and epoch % every == 0 and self.steps_done < self.total_steps:
+                    self._evaluate(epoch)
+        self.strategy.finish()
+        test_loss, test_accuracy = self._evaluate(epoch)
+        recent = self.losses[-10:]
+        seconds = time.perf_counter() - start
+        return TrainResult(
+            self.steps_done, sum(recent) / max(1, len(recent)), test_loss, test_accuracy, seconds, self.losses
+        )
+
+    def _announce(self) -> None:
+        world, config = self.world, self.config
+        self.console.print(
+            f"[bold]{config.model.name}[/] ({parameter_count(self.strategy.model):,} parameters) on "
+            f"[bold]{self.dataset.name}[/] ({len(self.dataset.train):,} samples), strategy "
+            f"[bold]{config.parallel.data}[/], {world.size} rank{'s' * (world.size > 1)} on {world.device.type} "
+            f"({world.backend}), global batch {config.train.batch_size}, {config.train.precision}"
+        )
+
+    def _train_epoch(self, epoch: int, progress: Progress, task: TaskID) -> None:
+        share = self.strategy.batch_share()
+        self.strategy.model.train()
+        for indices in self.sampler.epoch(epoch):
+            if self.steps_done >= self.total_steps:
+                return
+            read_start = time.perf_counter()
+            batch = read_share(self.dataset.train, indices, share)
+            data_seconds = time.perf_counter() - read_start
+            self.strategy.set_learning_rate(learning_rate(self.config.train, self.steps_done, self.total_steps))
+            result = self.strategy.step(batch)
+            self.steps_done += 1
+            self._window_samples += len(indices)
+            self._guard(result, batch)
+            if self.steps_done % self.config.train.log_every == 0 or self.steps_done == self.total_steps:
+                progress.update(task, status=self._log(epoch, result, data_seconds))
+            progress.update(task, completed=self.steps_done)
+
+    def _log(self, epoch: int, result: StepResult, data_seconds: float) -> str:
+        """Write one record; return its short form for the progress bar. Every rank reads the loss: it is a sum."""
+        loss, accuracy = result.loss, result.accuracy
+        self.losses.append(loss)
+        now = time.perf_counter()
+        samples_per_second = self._window_samples / (now - self._window_start)
+        self._window_start, self._window_samples = now, 0
+        values: dict[str, Any] = {"epoch": epoch, "loss": loss, "lr": self.strategy.optimizer.param_groups[0]["lr"]}
+        words = [f"loss {loss:.4f}"]
+        if self.dataset.spec.kind != "regression":
+            values["accuracy"] = accuracy
+            words.append(f"acc {accuracy:.1%}")
+        values |= {"grad_norm": float(result.grad_norm), "samples_per_s": samples_per_second}
+        if isinstance(self.config.model, GPT):
+            values["tokens_per_s"] = samples_per_second * self.dataset.spec.shape[0]
+            values["mfu"] = samples_per_second * self.flops_per_sample / (self.world.size * self.peak)
+            words.append(f"{values['tokens_per_s']:,.0f} tokens/s  MFU {values['mfu']:.1%}")
+        else:
+            words.append(f"{samples_per_second:,.0f} samples/s")
+        breakdown = step_breakdown(self.strategy.phases, self.strategy.ledger, data_seconds)
+        values |= breakdown
+        words.append(" ".join(f"{name.removesuffix('_ms')} {ms:.1f}" for name, ms in breakdown.items()) + " ms")
+        self.metrics.write("train", self.steps_done, values)
+        return "  ".join(words)
+
+    def _guard(self, result: StepResult, batch: Batch) -> None:
+        """All ranks have skipped a non-finite step together: say where it came from, and stop when it does not end."""
+        if not result.skipped:
+            self.skipped_in_a_row = 0
+            return
+        scaler = self.strategy.scaler
+        if scaler is not None and scaler.get_scale() >= 1.0:
+            return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
+        self.skipped_in_a_row += 1
+        where = self.strategy.locate_nonfinite(batch)
+        self.console.print(f"[yellow]step {self.steps_done}: not finite, skipped on all ranks[/] ({where})")
+        self.metrics.write("skipped", self.steps_done, {"where": where})
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"loss or gradients were not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
+                f"{self.steps_done} ({where}); lower train.lr or set train.clip_norm"
+            )
+
+    def _evaluate(self, epoch: int) -> tuple[float, float]:
+        """Mean loss and accuracy over the whole test set, each rank computing its share."""
+        loss, accuracy = evaluate(self.strategy, self.dataset.test)
+        values = {"epoch": epoch, "loss": loss}
+        words = f"loss {loss:.4f}"
+        if self.dataset.spec.kind != "regression":
+            values["accuracy"] = accuracy
+            words += f", accuracy {accuracy:.2%}"
+        self.metrics.write("test", self.steps_done, values)
+        self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  test {words}")
+        self._window_start, self._window_samples = time.perf_counter(), 0
+        return loss, accuracy
+
+
+def evaluate(strategy: Strategy, split: Split) -> tuple[float, float]:
+    """(mean loss, accuracy) over `split`."""
+    share = strategy.batch_share()
+    sums = torch.zeros(3, dtype=torch.float64, device=strategy.world.device)
+    strategy.model.eval()
+    for indices in Sampler(len(split), EVALUATION_BATCH, shuffle=False).epoch(0):
+        sums += strategy.evaluate(read_share(split, indices, share))
+    strategy.model.train()
+    if share.count > 1:
+        all_reduce(sums, "evaluation")
+    loss, correct, count = sums.tolist()
+    return loss / max(count, 1.0), correct / max(count, 1.0)
+
+
+def _progress(quiet: bool, console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+        console=console,
+        disable=quiet,
+    )

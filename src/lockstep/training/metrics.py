@@ -1,0 +1,52 @@
+"""What a run reports: one record per logged step, to metrics.jsonl, to TensorBoard and to the progress bar."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from lockstep.comm.ledger import Ledger
+from lockstep.strategies.base import Phases
+
+WAITS_IN = {"forward": ("buffers",), "backward": ("gradients", "parameters", "flags"), "optimizer": ("agreement",)}
+"""In which phase of the step each purpose is waited for."""
+
+STEP_PURPOSES = ("gradients", "parameters", "buffers", "flags", "agreement", "count")
+"""What a step itself waits for. The loss travels too, but only whoever reads it waits."""
+
+
+class MetricsWriter:
+    """Appends records to `folder/metrics.jsonl` and TensorBoard event files. A None folder writes nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8") if folder is not None else None
+        self._board = SummaryWriter(str(folder)) if folder is not None else None
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._file is None or self._board is None:
+            return
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._file is not None and self._board is not None:
+            self._file.close()
+            self._board.close()
+
+
+def step_breakdown(phases: Phases, ledger: Ledger, data_seconds: float) -> dict[str, float]:
+    """Milliseconds of a step by phase; what the step spent waiting for communication is taken out of its phase."""
+    seconds = phases.seconds()
+    waits_in = {phase: ledger.exposed_seconds(*purposes) for phase, purposes in WAITS_IN.items()}
+    breakdown = {"data_ms": 1e3 * data_seconds}
+    for phase in ("forward", "backward", "optimizer"):
+        breakdown[f"{phase}_ms"] = 1e3 * max(0.0, seconds.get(phase, 0.0) - waits_in[phase])
+    return {**breakdown, "exposed_ms": 1e3 * ledger.exposed_seconds(*STEP_PURPOSES)}

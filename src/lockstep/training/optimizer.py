@@ -1,0 +1,36 @@
+"""Optimizers and learning-rate schedules."""
+
+from collections.abc import Iterable
+from functools import partial
+from math import cos, pi
+
+import torch
+from torch import nn
+
+from lockstep.config import Train
+
+
+def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    parameters = list(parameters) or [nn.Parameter(torch.empty(0))]  # torch refuses an empty list
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
+    cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
+    return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay)
+
+
+def optimizer_factory(train: Train) -> partial[torch.optim.Optimizer]:
+    """What a strategy calls once it knows which parameters are left to train on this rank."""
+    return partial(build_optimizer, train)
+
+
+def learning_rate(train: Train, step: int, total_steps: int) -> float:
+    """The rate of step 0, 1, ...: linear warm-up, then constant, cosine down to `lr_decay`, or steps."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, total_steps - train.warmup_steps)
+    if train.schedule == "cosine":
+        return train.lr * (train.lr_decay + (1 - train.lr_decay) * 0.5 * (1 + cos(pi * min(1.0, progress))))
+    if train.schedule == "step":
+        passed = sum(step / max(1, total_steps) >= milestone for milestone in train.lr_milestones)
+        return train.lr * float(train.lr_decay**passed)
+    return train.lr
