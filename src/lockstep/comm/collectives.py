@@ -14,6 +14,9 @@ from lockstep.comm.ledger import Entry, active_ledger, mark
 
 Group = dist.ProcessGroup | None
 
+# torch 2.13 renames it and warns at the old name; 2.11 and 2.12 have the old one only.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 def group_size(group: Group = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
@@ -102,7 +105,7 @@ def all_gather_async(tensor: Tensor, purpose: str, group: Group = None) -> tuple
         purpose,
         gathered,
         group,
-        lambda: dist.all_gather_into_tensor(flat, tensor.reshape(-1), group=group, async_op=True),
+        lambda: _all_gather_single(flat, tensor.reshape(-1), group=group, async_op=True),
     )
     return gathered, pending
 

@@ -70,6 +70,7 @@ def _synthetic(config: Config, context: int, device: torch.device | str) -> Data
 
 __all__ = [
     "IGNORED",
+    "READS",
     "Batch",
     "DataSet",
     "DataSpec",

@@ -27,10 +27,12 @@ VARIANTS = ("bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersg
 """Options of a strategy that comparisons list as rows of their own."""
 
 
-def strategy_named(name: str, parallel: Parallel | None = None) -> Parallel:
+def strategy_named(
+    name: str, parallel: Parallel | None = None, table: dict[str, type[Strategy]] = STRATEGIES
+) -> Parallel:
     """`bucketed+topk` -> the Parallel section that asks for it, on top of `parallel`."""
     base, _, option = name.partition("+")
-    if base not in STRATEGIES:
+    if base not in table:
         raise UserError(f"strategy {name!r} does not exist; there are {', '.join([*STRATEGIES, *VARIANTS])}")
     chosen = replace(parallel or Parallel(), data=base)
     if not option:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_reduce
 from lockstep.parallel import LocalSGD as Averager
@@ -33,6 +33,13 @@ class LocalSGD(Strategy):
         """Gradients are each rank's own here: one NaN must stop all, or the ranks would meet at different steps."""
         flag = torch.tensor(float(finite), device=self.world.device)
         return bool(all_reduce(flag, "agreement", op=dist.ReduceOp.MIN) > 0)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The ranks' own gradients differ; what can be held against one process is their mean."""
+        mine = super().full_gradients()
+        flat = torch.cat([g.reshape(-1) for g in mine.values()])
+        parts = all_reduce(flat / self.world.size, "check").split([g.numel() for g in mine.values()])
+        return {name: part.view_as(mine[name]) for name, part in zip(mine, parts, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "averager": self.averager.state_dict()}

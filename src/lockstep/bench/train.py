@@ -1,0 +1,122 @@
+"""Training steps of several strategies, taken in turns in one run, so that a noisy machine disturbs all alike."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.config import Config, check_ranges
+from lockstep.data import Sampler, read_share
+from lockstep.models import parameter_count, training_flops
+from lockstep.strategies import Strategy, strategy_named
+from lockstep.training import prepare_strategy
+from lockstep.training.loop import load_data
+from lockstep.training.metrics import STEP_PURPOSES
+from lockstep.verify.theory import counted_traffic
+from lockstep.world import World
+
+Progress = Callable[[], None]
+
+
+@dataclass
+class Timing:
+    """What one strategy's steps cost on this rank."""
+
+    strategy: str
+    parameters: int
+    flops_per_step: float
+    """Of the whole global batch."""
+    batch_size: int
+    step_s: list[float] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
+    collectives: int = 0
+    wire_mb: float = 0.0
+
+    @property
+    def median_ms(self) -> float:
+        return 1e3 * median(self.step_s)
+
+    @property
+    def spread_ms(self) -> tuple[float, float]:
+        """10th and 90th percentile."""
+        tenths = quantiles(self.step_s, n=10) if len(self.step_s) > 1 else [self.step_s[0]] * 9
+        return 1e3 * tenths[0], 1e3 * tenths[-1]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.batch_size / median(self.step_s)
+
+    @property
+    def exposed_share(self) -> float:
+        return median(self.exposed_s) / median(self.step_s)
+
+    def ratio_to(self, other: "Timing") -> float:
+        """Median over the rounds of this step's time over the other's in the same round."""
+        return median(mine / theirs for mine, theirs in zip(self.step_s, other.step_s, strict=True))
+
+
+def bench_train(
+    world: World, config: Config, names: list[str], steps: int, warmup: int, progress: Progress | None = None
+) -> list[Timing]:
+    """Time `steps` steps of each strategy after `warmup` untimed ones. A step counts as long as its slowest rank."""
+    check_ranges(config)
+    dataset = load_data(world, config)
+    strategies = {n: _prepare(world, config, n, dataset) for n in names}
+    timings = {n: _new_timing(n, s, config) for n, s in strategies.items()}
+    sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
+    batches = [indices for indices in sampler.epoch(0) if len(indices) == config.train.batch_size]
+    batches = batches or list(sampler.epoch(0))
+    for round_ in range(warmup + steps):
+        indices = batches[round_ % len(batches)]
+        turn = names[round_ % len(names) :] + names[: round_ % len(names)]
+        for name in turn:
+            strategy = strategies[name]
+            batch = read_share(dataset.train, indices, strategy.batch_share())
+            seconds = timed_step(world, strategy, lambda s=strategy, b=batch: s.step(b))  # type: ignore[misc]
+            if round_ >= warmup:
+                timings[name].step_s.append(seconds)
+                timings[name].exposed_s.append(strategy.ledger.exposed_seconds(*STEP_PURPOSES))
+                traffic = counted_traffic(strategy.ledger)
+                timings[name].collectives = traffic.collectives or 0
+                timings[name].wire_mb = traffic.wire_bytes / 1e6
+        if progress is not None:
+            progress()
+    return [slowest_rank(t) for t in timings.values()]
+
+
+def timed_step(world: World, strategy: Strategy, step: Callable[[], object]) -> float:
+    """Seconds from a common start to the end of the device's work."""
+    if world.size > 1:
+        dist.barrier()
+    _synchronize(world)
+    start = time.perf_counter()
+    step()
+    _synchronize(world)
+    return time.perf_counter() - start
+
+
+def _synchronize(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def _prepare(world: World, config: Config, name: str, dataset: object) -> Strategy:
+    return prepare_strategy(world, replace(config, parallel=strategy_named(name, config.parallel)), dataset)  # type: ignore[arg-type]
+
+
+def _new_timing(name: str, strategy: Strategy, config: Config) -> Timing:
+    batch = config.train.batch_size
+    return Timing(name, parameter_count(strategy.model), batch * training_flops(strategy.model), batch)
+
+
+def slowest_rank(mine: Timing) -> Timing:
+    """Per step, the time of the rank that took longest; exposed communication as the mean over the ranks."""
+    everyone: list[Timing] = all_gather_objects(mine)
+    merged = replace(mine)
+    merged.step_s = [max(times) for times in zip(*(t.step_s for t in everyone), strict=True)]
+    merged.exposed_s = [sum(times) / len(everyone) for times in zip(*(t.exposed_s for t in everyone), strict=True)]
+    return merged

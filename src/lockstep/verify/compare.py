@@ -1,0 +1,135 @@
+"""A strategy and one process, step by step on the same global batches."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.config import Parallel
+from lockstep.models import build_model
+from lockstep.models.loss import loss_for
+from lockstep.strategies import StepOptions, Strategy
+from lockstep.strategies.single import Single
+from lockstep.training import optimizer_factory
+from lockstep.verify.scenarios import Scenario
+from lockstep.world import World
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+
+
+@dataclass
+class Difference:
+    """The first place where a rank left the reference."""
+
+    step: int
+    rank: int
+    what: str
+    size: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.what} differs by {self.size:.1e} on rank {self.rank}"
+
+
+@dataclass
+class Comparison:
+    """How far one strategy was from one process, over all steps and ranks."""
+
+    loss: float = 0.0
+    gradients: float = 0.0
+    weights: float = 0.0
+    first: Difference | None = None
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the expected tensor's norm where that exceeds 1. NaN counts as infinite."""
+    difference = float((got - expected).abs().max()) if expected.numel() else 0.0
+    scaled = difference / max(1.0, float(expected.norm()))
+    return scaled if scaled == scaled else float("inf")
+
+
+@dataclass
+class Moment:
+    """Where training stands after one step."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Reference:
+    """One process on the whole global batches of a scenario, computed once and held against every strategy.
+
+    A model too large to remember at every step is trained anew beside each strategy.
+    """
+
+    MEMORY = 256 * 1024 * 1024
+
+    def __init__(self, world: World, scenario: Scenario, steps: int, precision: str, optimizer: str) -> None:
+        self.world, self.scenario, self.precision = world, scenario, precision
+        self.options = StepOptions(loss_for(scenario.spec.kind), scenario.accumulation, scenario.clip_norm, precision)
+        self.make_optimizer = optimizer_factory(scenario.train(optimizer))
+        self._restart()
+        model_bytes = sum(p.nbytes for p in self._single.model.parameters())
+        self._remembers = 2 * steps * model_bytes <= self.MEMORY
+        self._moments: list[Moment] = []
+
+    def _restart(self) -> None:
+        self._single = Single(self.world, Parallel(data="single"), self.options)
+        self._single.prepare(build_model(self.scenario.model, self.scenario.spec, seed=0), self.make_optimizer)
+
+    def after(self, step: int) -> Moment:
+        """The reference after `step`; steps must be asked for in order, from 0 again for each strategy."""
+        if step < len(self._moments):
+            return self._moments[step]
+        if step == 0 and not self._remembers:
+            self._restart()
+        loss = self._single.step(self.scenario.global_batch(step)).loss
+        moment = Moment(loss, self._single.full_gradients(), self._single.full_state_dict())
+        if self._remembers:
+            self._moments.append(moment)
+        return moment
+
+
+def compare(
+    reference: Reference, strategy_class: type[Strategy], parallel: Parallel, steps: int
+) -> tuple[Comparison, Strategy]:
+    """Run a strategy beside the reference. Returns the worst differences and the strategy, as it is after the last."""
+    world, scenario = reference.world, reference.scenario
+    strategy = strategy_class(world, parallel, reference.options)
+    # Each rank starts from other weights: a strategy must begin by making them rank 0's.
+    strategy.prepare(build_model(scenario.model, scenario.spec, seed=world.rank), reference.make_optimizer)
+    worst, tolerance = Comparison(), TOLERANCE[reference.precision]
+    share = strategy.batch_share()
+    for step in range(steps):
+        expected = reference.after(step)
+        got = strategy.step(scenario.global_batch(step).share(share))
+        for (kind, name), size in _differences(expected, strategy, got.loss).items():
+            setattr(worst, kind, max(getattr(worst, kind), size))
+            if not size <= tolerance and worst.first is None:
+                worst.first = Difference(step + 1, world.rank, name, size)
+    return _worst_of_ranks(worst), strategy
+
+
+def _differences(expected: Moment, strategy: Strategy, loss: float) -> dict[tuple[str, str], float]:
+    """{(kind, what): how far off}, in the order in which a fault would show: loss, gradients, weights."""
+    difference = abs(loss - expected.loss)
+    found = {("loss", "the loss"): difference if difference == difference else float("inf")}
+    for kind, word, mine, theirs in (
+        ("gradients", "gradient of", strategy.full_gradients(), expected.gradients),
+        ("weights", "weight", strategy.full_state_dict(), expected.weights),
+    ):
+        for name in theirs.keys() | mine.keys():
+            there = name in mine and name in theirs
+            found[kind, f"{word} {name}"] = relative(mine[name], theirs[name]) if there else float("inf")
+    return found
+
+
+def _worst_of_ranks(mine: Comparison) -> Comparison:
+    everyone: list[Comparison] = all_gather_objects(mine)
+    firsts = [c.first for c in everyone if c.first is not None]
+    return Comparison(
+        loss=max(c.loss for c in everyone),
+        gradients=max(c.gradients for c in everyone),
+        weights=max(c.weights for c in everyone),
+        first=min(firsts, key=lambda d: (d.step, d.rank), default=None),
+    )

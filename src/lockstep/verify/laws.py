@@ -1,0 +1,121 @@
+"""Strategies that are not equal to one process by nature, and the law that each is held to instead."""
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import all_gather_objects, all_reduce
+from lockstep.config import Parallel
+from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.compression import ErrorFeedback, make_reducer
+from lockstep.verify.compare import TOLERANCE, relative
+from lockstep.world import World
+
+FEEDBACK_STEPS = 6
+
+
+def equal_form(parallel: Parallel) -> Parallel | None:
+    """The setting under which the strategy equals one process, if it has one."""
+    if parallel.compression == "topk":
+        return replace(parallel, topk_ratio=1.0)
+    if parallel.data == "local_sgd":
+        # With lr 1 and no momentum DiLoCo's outer step lands on the mean.
+        outer_lr = 1.0 if parallel.outer_lr else 0.0
+        return replace(parallel, sync_every=1, outer_lr=outer_lr, outer_momentum=0.0)
+    return None
+
+
+LAWS = {
+    "bf16": "each gradient within bf16's rounding",
+    "fp16": "each gradient within fp16's rounding",
+    "topk": "equal at k=100%; sent + kept = all",
+    "powersgd": "exact at low rank; sent + kept = all",
+    "local_sgd": "equal at K=1 with SGD",
+}
+
+
+def law_of(parallel: Parallel) -> str:
+    return LAWS[parallel.compression if parallel.data != "local_sgd" else "local_sgd"]
+
+
+def check_law(world: World, parallel: Parallel, precision: str) -> str | None:
+    """Hold a compression to its law on gradients made for the purpose; None, or how it was broken."""
+    if parallel.data == "local_sgd":
+        return None  # its law is its equal form
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    if parallel.compression in ("bf16", "fp16"):
+        broken = _rounding(world, parallel, dtype)
+    else:
+        broken = _nothing_is_lost(world, parallel, dtype, TOLERANCE[precision])
+        if broken is None and parallel.compression == "powersgd":
+            broken = _low_rank_is_exact(world, parallel, dtype, TOLERANCE[precision])
+    return next((b for b in all_gather_objects(broken) if b is not None), None)
+
+
+def _bucket(dtype: torch.dtype, device: torch.device) -> Bucket:
+    shapes = ((24, 16), (16,), (8, 4, 3, 3))
+    return Bucket([nn.Parameter(torch.zeros(s, dtype=dtype, device=device)) for s in shapes])
+
+
+def _fill(bucket: Bucket, values: list[Tensor]) -> None:
+    for index, value in enumerate(values):
+        bucket.parameters[index].grad = value.to(bucket.buffer)
+        bucket.place(index)
+    bucket.raise_flags()
+
+
+def _random_gradients(bucket: Bucket, world: World, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + world.rank)
+    return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in bucket.parameters]
+
+
+def _reduced(bucket: Bucket, world: World, step: int, reducer: object) -> tuple[Tensor, Tensor]:
+    """(what the reducer makes of a step's gradients, their true mean)."""
+    _fill(bucket, _random_gradients(bucket, world, step))
+    mean = all_reduce(bucket.gradients.clone(), "check")
+    bucket.finish = reducer.start(bucket)  # type: ignore[attr-defined]
+    bucket.hand_over()
+    return bucket.gradients.clone(), mean
+
+
+def _rounding(world: World, parallel: Parallel, dtype: torch.dtype) -> str | None:
+    bucket = _bucket(dtype, world.device)
+    got, mean = _reduced(bucket, world, 0, make_reducer(parallel.compression, 0.0, 1))
+    unit = 2.0**-8 if parallel.compression == "bf16" else 2.0**-11
+    error = float((got - mean).norm() / mean.norm())
+    allowed = unit * world.size
+    return None if error <= allowed else f"relative error {error:.1e} exceeds {allowed:.1e}"
+
+
+def _nothing_is_lost(world: World, parallel: Parallel, dtype: torch.dtype, tolerance: float) -> str | None:
+    """Over several steps: what was sent plus what the ranks keep is the sum of all mean gradients."""
+    bucket = _bucket(dtype, world.device)
+    reducer = make_reducer(parallel.compression, 0.1, 2)
+    assert isinstance(reducer, ErrorFeedback)
+    sent, given = torch.zeros_like(bucket.gradients), torch.zeros_like(bucket.gradients)
+    for step in range(FEEDBACK_STEPS):
+        got, mean = _reduced(bucket, world, step, reducer)
+        sent, given = sent + got, given + mean
+    assert reducer.residual is not None
+    kept = all_reduce(copy.deepcopy(reducer.residual), "check")
+    lost = relative(sent + kept, given)
+    return None if lost <= tolerance else f"error feedback lost {lost:.1e} over {FEEDBACK_STEPS} steps"
+
+
+def _low_rank_is_exact(world: World, parallel: Parallel, dtype: torch.dtype, tolerance: float) -> str | None:
+    """Rank-1 gradients with one common row space must pass a rank-2 approximation unharmed."""
+    bucket = _bucket(dtype, world.device)
+    reducer = make_reducer(parallel.compression, 0.1, 2)
+    common = torch.Generator().manual_seed(5)
+    values = []
+    for parameter, own in zip(bucket.parameters, _random_gradients(bucket, world, 0), strict=True):
+        row = torch.randn(1, parameter.numel() // parameter.shape[0], generator=common, dtype=torch.float64)
+        values.append((own.flatten(1).sum(1, keepdim=True) @ row).view_as(own) if own.dim() > 1 else own)
+    _fill(bucket, values)
+    mean = all_reduce(bucket.gradients.clone(), "check")
+    bucket.finish = reducer.start(bucket)
+    bucket.hand_over()
+    error = relative(bucket.gradients, mean)
+    return None if error <= tolerance else f"a gradient of rank 1 came back wrong by {error:.1e}"

@@ -1,0 +1,129 @@
+"""The proof: every strategy, in every scenario, against one process; then its traffic against theory."""
+
+from dataclasses import dataclass, field, replace
+
+from rich.progress import Progress
+
+from lockstep.config import Model, Parallel
+from lockstep.errors import UserError
+from lockstep.strategies import STRATEGIES, Strategy, strategy_named
+from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
+from lockstep.verify.laws import check_law, equal_form, law_of
+from lockstep.verify.scenarios import Scenario, scenarios_for
+from lockstep.verify.theory import Traffic, counted_traffic, expected_traffic
+from lockstep.world import World
+
+BUCKET_MB = 0.01
+"""Small enough that even the verifier's models fill several buckets."""
+
+
+@dataclass
+class Verdict:
+    """All that was found out about one strategy at one world size."""
+
+    strategy: str
+    world_size: int
+    law: str
+    """Empty: the strategy is equal to one process. Else what it is held to instead."""
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    counted: Traffic | None = None
+    expected: Traffic | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def worst(self, field_name: str) -> float:
+        return max((getattr(c, field_name) for c in self.comparisons.values()), default=0.0)
+
+
+@dataclass
+class Request:
+    """What to verify, and how strictly."""
+
+    strategies: list[str]
+    steps: int = 20
+    model: Model | None = None
+    precision: str = "fp64"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"--steps is {self.steps}, but it must be 1 or more")
+        if self.precision not in TOLERANCE:
+            raise UserError(f"--precision is {self.precision}, but equality is shown in {' or '.join(TOLERANCE)} only")
+
+
+def verify(world: World, request: Request, table: dict[str, type[Strategy]] | None = None) -> list[Verdict]:
+    """Verify strategies on the ranks of `world`; every rank returns the same verdicts.
+
+    `table` replaces STRATEGIES, for strategies that are not in it (yet).
+    """
+    proofs = Proofs(world, request, scenarios_for(request.model), table or STRATEGIES)
+    verdicts = []
+    with Progress(disable=not world.is_main) as progress:
+        task = progress.add_task(f"{world.size} ranks", total=len(request.strategies))
+        for name in request.strategies:
+            progress.update(task, description=f"{world.size} ranks: {name:<18}")
+            verdicts.append(proofs.of(name))
+            progress.advance(task)
+    return verdicts
+
+
+class Proofs:
+    """The verdicts of one run; they share the references."""
+
+    def __init__(
+        self, world: World, request: Request, scenarios: list[Scenario], table: dict[str, type[Strategy]]
+    ) -> None:
+        self.world, self.request, self.scenarios, self.table = world, request, scenarios, table
+        self._references: dict[tuple[str, str], Reference] = {}
+
+    def of(self, name: str) -> Verdict:
+        defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)
+        parallel = strategy_named(name, defaults, self.table)
+        strategy_class = self.table[parallel.data]
+        if strategy_class.equal_to_one_process and parallel.compression == "none":
+            verdict = Verdict(name, self.world.size, law="")
+            equal: Parallel | None = parallel
+        else:
+            verdict = Verdict(name, self.world.size, law_of(parallel))
+            equal = equal_form(parallel)
+            if (broken := check_law(self.world, parallel, self.request.precision)) is not None:
+                verdict.failures.append(f"law broken: {broken}")
+        if equal is None:  # there is no setting in which it equals one process: run it for its traffic only
+            _, strategy = compare(self._reference(self.scenarios[0], parallel), strategy_class, parallel, steps=2)
+            _check_traffic(verdict, strategy, parallel, self.world.size)
+            return verdict
+        for index, scenario in enumerate(self.scenarios):
+            comparison, strategy = compare(self._reference(scenario, equal), strategy_class, equal, self.request.steps)
+            verdict.comparisons[scenario.name] = comparison
+            if comparison.first is not None:
+                verdict.failures.append(f"{scenario.name}: {comparison.first}")
+            if index == 0:
+                _check_traffic(verdict, strategy, equal, self.world.size)
+        return verdict
+
+    def _reference(self, scenario: Scenario, parallel: Parallel) -> Reference:
+        """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where
+        everything is linear in the gradient: SGD, and no clipping, since local norms are not the global one.
+        """
+        linear = parallel.data == "local_sgd"
+        optimizer = "sgd" if linear or self.request.precision == "fp32" else "adamw"
+        if linear:
+            scenario = replace(scenario, clip_norm=None)
+        key = (scenario.name, "linear" if linear else "")
+        if key not in self._references:
+            request = self.request
+            self._references[key] = Reference(self.world, scenario, request.steps, request.precision, optimizer)
+        return self._references[key]
+
+
+def _check_traffic(verdict: Verdict, strategy: Strategy, parallel: Parallel, world_size: int) -> None:
+    verdict.counted = counted_traffic(strategy.ledger)
+    verdict.expected = expected_traffic(strategy.model, parallel, world_size)
+    if not verdict.expected.matches(verdict.counted):
+        verdict.failures.append(
+            f"traffic: {verdict.counted.collectives} collectives and {verdict.counted.wire_bytes:,.0f} bytes per step "
+            f"counted, {verdict.expected.collectives} and {verdict.expected.wire_bytes:,.0f} by theory"
+        )

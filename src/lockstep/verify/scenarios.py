@@ -1,0 +1,72 @@
+"""The situations in which a strategy must equal one process."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lockstep.config import CNN, GPT, Model, ResNet, Train
+from lockstep.data import IGNORED, READS, Batch, DataSpec
+from lockstep.errors import UserError
+
+SMALL_CNN = CNN(channels=(6,), hidden=16)
+SMALL_GPT = GPT(d_model=16, layers=1, heads=2, context=12, vocabulary=31)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One model on one course of global batches."""
+
+    name: str
+    model: Model
+    batch_sizes: tuple[int, ...]
+    """Sizes of the global batches, repeated. A size below the number of ranks leaves ranks without a sample."""
+    accumulation: int = 1
+    clip_norm: float | None = None
+    padding: bool = False
+    """Mask a different number of targets in each sample, so that ranks count different tokens."""
+
+    @property
+    def spec(self) -> DataSpec:
+        kind = READS[self.model.name][0]
+        if kind == "tokens":
+            assert isinstance(self.model, GPT)
+            return DataSpec(kind, (self.model.context,), self.model.vocabulary or 256)
+        return DataSpec(kind, (1, 8, 8) if kind == "images" else (16,), 10)
+
+    def train(self, optimizer: str) -> Train:
+        lr = 0.05 if optimizer == "sgd" else 1e-3
+        return Train(optimizer=optimizer, lr=lr, weight_decay=0.01)  # type: ignore[arg-type]
+
+    def global_batch(self, step: int) -> Batch:
+        """The whole global batch of a step: the same on every rank, another one at every step."""
+        generator = torch.Generator().manual_seed(7919 * step + 13)
+        size = self.batch_sizes[step % len(self.batch_sizes)]
+        spec = self.spec
+        if spec.kind == "tokens":
+            inputs = torch.randint(spec.classes, (size, *spec.shape), generator=generator)
+        else:
+            inputs = torch.randn((size, *spec.shape), generator=generator)
+        if spec.kind == "regression":
+            return Batch(inputs, torch.randn((size, spec.classes), generator=generator))
+        targets = torch.randint(spec.classes, inputs.shape if spec.kind == "tokens" else (size,), generator=generator)
+        if self.padding and spec.kind == "tokens":
+            lengths = torch.randint(1, spec.shape[0] + 1, (size, 1), generator=generator)
+            targets[torch.arange(spec.shape[0]) >= lengths] = IGNORED
+        return Batch(inputs, targets)
+
+
+def scenarios_for(model: Model | None) -> list[Scenario]:
+    """A CNN on even and uneven batches, and a GPT on padded ones, accumulated and clipped; or one model on all three."""
+    if isinstance(model, ResNet) and model.norm == "batch":
+        raise UserError(
+            "model.norm batch takes its statistics from each rank's own samples, so no data-parallel run equals one "
+            "process; use --model.norm group"
+        )
+    if isinstance(model, GPT):
+        model = replace(model, dropout=0.0)
+    images, tokens = model or SMALL_CNN, model or SMALL_GPT
+    return [
+        Scenario("even", images, (16,)),
+        Scenario("uneven", images, (13, 6, 1)),
+        Scenario("accumulated", tokens, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
+    ]

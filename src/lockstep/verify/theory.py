@@ -1,0 +1,97 @@
+"""Closed forms of what a step sends, per rank: the numbers that the ledger's counts are held against.
+
+Ψ is the number of trainable elements, P the number of trainable parameters, n the number of ranks. An all-reduce of S
+bytes costs each rank 2S(n-1)/n on the wire, an all-gather to S bytes S(n-1)/n. Our own modes send Ψ gradients and P
+flags ("used on this rank"); PyTorch's DDP sends Ψ.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from torch import nn
+
+from lockstep.comm.ledger import Ledger
+from lockstep.config import Parallel
+from lockstep.parallel.data_parallel import FIRST_BUCKET_SHARE
+
+MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers")
+"""Traffic that grows with the model; counts and losses are two messages of 8 and 16 bytes a step."""
+
+
+@dataclass
+class Traffic:
+    """What one rank sends in one step."""
+
+    collectives: int | None
+    """None: the engine decides, and only the bytes are held to theory."""
+    wire_bytes: float
+
+    def matches(self, counted: "Traffic") -> bool:
+        same_count = self.collectives is None or self.collectives == counted.collectives
+        return same_count and abs(self.wire_bytes - counted.wire_bytes) < 0.5
+
+
+def counted_traffic(ledger: Ledger) -> Traffic:
+    entries = ledger.of(*MODEL_PURPOSES)
+    return Traffic(len(entries), sum(e.wire_bytes for e in entries))
+
+
+def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float) -> list[list[int]]:
+    """Elements of each parameter of each bucket: filled from the last parameter on, closed when the cap is reached."""
+    cap = bucket_mb * 1024 * 1024 / itemsize
+    buckets: list[list[int]] = [[]]
+    for size in reversed(sizes):
+        buckets[-1].append(size)
+        if sum(buckets[-1]) >= (cap * FIRST_BUCKET_SHARE if len(buckets) == 1 else cap):
+            buckets.append([])
+    return [b for b in buckets if b]
+
+
+def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Traffic:
+    """What theory says about one step of `parallel` with `n` ranks (one dtype, no buffers, every parameter used)."""
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    sizes = [s.numel() for s in shapes]
+    itemsize = next(model.parameters()).element_size()
+    psi, count = sum(sizes), len(sizes)
+    reduce, gather = 2 * (n - 1) / n, (n - 1) / n
+    match parallel.data:
+        case "single":
+            return Traffic(0, 0.0)
+        case "ddp":
+            return Traffic(None, reduce * psi * itemsize)
+        case "local_sgd":  # a step with a meeting; steps between meetings send nothing
+            return Traffic(1, reduce * psi * itemsize)
+        case "naive" | "overlap":
+            buckets = [[size] for size in sizes]
+        case "flat":
+            buckets = [sizes]
+        case _:
+            buckets = bucket_sizes(sizes, itemsize, parallel.bucket_mb)
+    match parallel.compression:
+        case "bf16" | "fp16":
+            return Traffic(len(buckets), reduce * (psi + count) * 2)
+        case "topk":
+            kept = sum(min(sum(b), max(1, ceil(parallel.topk_ratio * sum(b)))) for b in buckets)
+            pairs = gather * n * kept * (itemsize + 4)  # a value and an int32 index, from each of n ranks
+            return Traffic(3 * len(buckets), pairs + reduce * count * itemsize)
+        case "powersgd":
+            sent, rounds = count, 0
+            per_bucket = iter(reversed(shapes))
+            for bucket in buckets:
+                thin = [powersgd_elements(next(per_bucket), parallel.powersgd_rank) for _ in bucket]
+                sent += sum(elements for elements, _ in thin)
+                rounds += 2 if any(compressed for _, compressed in thin) else 1
+            return Traffic(rounds, reduce * sent * itemsize)
+    return Traffic(len(buckets), reduce * (psi + count) * itemsize)
+
+
+def powersgd_elements(shape: tuple[int, ...], rank: int) -> tuple[int, bool]:
+    """(elements sent for one parameter, whether it is sent as two thin factors)."""
+    total = 1
+    for size in shape:
+        total *= size
+    if len(shape) < 2:
+        return total, False
+    rows, columns = shape[0], total // shape[0]
+    thin = (rows + columns) * min(rank, rows, columns)
+    return (thin, True) if thin < total else (total, False)
