@@ -1,14 +1,19 @@
-"""Peak memory of one piece of work: the allocator's count on a GPU, the resident set on the CPU."""
+"""Peak memory of one piece of work, in tensor bytes: from the CUDA allocator, or from the profiler on the CPU.
 
-import ctypes
+The resident set of a CPU process says little here: it holds libraries, and freed memory that malloc keeps. The
+profiler sees each tensor's allocation and release, so its count is exact and the same in every run.
+"""
+
 import gc
-import sys
+import json
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 MIB = 1024 * 1024
 
@@ -21,7 +26,7 @@ class PeakMemory:
 
 @contextmanager
 def measure_peak(device: torch.device) -> Iterator[PeakMemory]:
-    """Peak MiB that the block held above what was there before it."""
+    """Peak MiB of tensors that the block held at once, without what was there before it. Slows the block down."""
     result = PeakMemory()
     gc.collect()
     if device.type == "cuda":
@@ -30,31 +35,20 @@ def measure_peak(device: torch.device) -> Iterator[PeakMemory]:
         yield result
         result.mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
         return
-    _give_back_free_memory()
-    _reset_high_water_mark()
-    before = psutil.Process().memory_info().rss
-    yield result
-    result.mib = (_high_water_mark() - before) / MIB
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its start on stderr
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield result
+    result.mib = _peak_of(profiler) / MIB
 
 
-def _give_back_free_memory() -> None:
-    """glibc keeps freed memory; the next block would start from a resident set that is not its own."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
-
-
-def _reset_high_water_mark() -> None:
-    clear_refs = Path("/proc/self/clear_refs")
-    if clear_refs.exists():
-        clear_refs.write_text("5")  # Linux: reset VmHWM
-
-
-def _high_water_mark() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
+def _peak_of(profiler: profile) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_bytes())["traceEvents"]
+    changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda c: c[0]):
+        held += change
+        peak = max(peak, held)
+    return peak

@@ -3,20 +3,20 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
 
+from lockstep.bench.memory import measure_peak
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, check_ranges
-from lockstep.data import Sampler, read_share
+from lockstep.data import Batch, DataSet, Sampler, read_share
 from lockstep.models import parameter_count, training_flops
 from lockstep.strategies import Strategy, strategy_named
 from lockstep.training import prepare_strategy
 from lockstep.training.loop import load_data
-from lockstep.training.metrics import STEP_PURPOSES
-from lockstep.verify.theory import counted_traffic
 from lockstep.world import World
 
 Progress = Callable[[], None]
@@ -35,6 +35,8 @@ class Timing:
     exposed_s: list[float] = field(default_factory=list)
     collectives: int = 0
     wire_mb: float = 0.0
+    peak_mib: float = 0.0
+    """Tensors held at once, from the first step on."""
 
     @property
     def median_ms(self) -> float:
@@ -65,8 +67,9 @@ def bench_train(
     """Time `steps` steps of each strategy after `warmup` untimed ones. A step counts as long as its slowest rank."""
     check_ranges(config)
     dataset = load_data(world, config)
-    strategies = {n: _prepare(world, config, n, dataset) for n in names}
-    timings = {n: _new_timing(n, s, config) for n, s in strategies.items()}
+    peaks = {n: peak_memory(world, config, n, dataset) for n in names}
+    strategies = {n: prepare_named(world, config, n, dataset) for n in names}
+    timings = {n: _new_timing(n, s, config, peaks[n]) for n, s in strategies.items()}
     sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
     batches = [indices for indices in sampler.epoch(0) if len(indices) == config.train.batch_size]
     batches = batches or list(sampler.epoch(0))
@@ -76,25 +79,35 @@ def bench_train(
         for name in turn:
             strategy = strategies[name]
             batch = read_share(dataset.train, indices, strategy.batch_share())
-            seconds = timed_step(world, strategy, lambda s=strategy, b=batch: s.step(b))  # type: ignore[misc]
+            seconds = timed_step(world, strategy, batch)
             if round_ >= warmup:
                 timings[name].step_s.append(seconds)
-                timings[name].exposed_s.append(strategy.ledger.exposed_seconds(*STEP_PURPOSES))
-                traffic = counted_traffic(strategy.ledger)
-                timings[name].collectives = traffic.collectives or 0
+                timings[name].exposed_s.append(strategy.ledger.exposed_seconds())
+                traffic = strategy.ledger.traffic()
+                timings[name].collectives = traffic.collectives
                 timings[name].wire_mb = traffic.wire_bytes / 1e6
         if progress is not None:
             progress()
     return [slowest_rank(t) for t in timings.values()]
 
 
-def timed_step(world: World, strategy: Strategy, step: Callable[[], object]) -> float:
+def peak_memory(world: World, config: Config, name: str, dataset: DataSet, steps: int = 3) -> float:
+    """Peak MiB of tensors on this rank, from building the model through a few steps (DDP regroups after the first)."""
+    sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
+    with measure_peak(world.device) as peak:
+        strategy = prepare_named(world, config, name, dataset)
+        for indices in islice(sampler.epoch(0), steps):
+            strategy.step(read_share(dataset.train, indices, strategy.batch_share())).totals.pending.wait()
+    return peak.mib
+
+
+def timed_step(world: World, strategy: Strategy, batch: Batch) -> float:
     """Seconds from a common start to the end of the device's work."""
     if world.size > 1:
         dist.barrier()
     _synchronize(world)
     start = time.perf_counter()
-    step()
+    strategy.step(batch)
     _synchronize(world)
     return time.perf_counter() - start
 
@@ -104,19 +117,20 @@ def _synchronize(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def _prepare(world: World, config: Config, name: str, dataset: object) -> Strategy:
-    return prepare_strategy(world, replace(config, parallel=strategy_named(name, config.parallel)), dataset)  # type: ignore[arg-type]
+def prepare_named(world: World, config: Config, name: str, dataset: DataSet) -> Strategy:
+    return prepare_strategy(world, replace(config, parallel=strategy_named(name, config.parallel)), dataset)
 
 
-def _new_timing(name: str, strategy: Strategy, config: Config) -> Timing:
+def _new_timing(name: str, strategy: Strategy, config: Config, peak_mib: float) -> Timing:
     batch = config.train.batch_size
-    return Timing(name, parameter_count(strategy.model), batch * training_flops(strategy.model), batch)
+    flops = batch * training_flops(strategy.model)
+    return Timing(name, parameter_count(strategy.model), flops, batch, peak_mib=peak_mib)
 
 
 def slowest_rank(mine: Timing) -> Timing:
     """Per step, the time of the rank that took longest; exposed communication as the mean over the ranks."""
     everyone: list[Timing] = all_gather_objects(mine)
-    merged = replace(mine)
+    merged = replace(mine, peak_mib=max(t.peak_mib for t in everyone))
     merged.step_s = [max(times) for times in zip(*(t.step_s for t in everyone), strict=True)]
     merged.exposed_s = [sum(times) / len(everyone) for times in zip(*(t.exposed_s for t in everyone), strict=True)]
     return merged

@@ -70,6 +70,21 @@ class Entry:
         return wire_factor(self.operation, self.group_size) * self.nbytes
 
 
+MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers")
+"""Traffic that grows with the model."""
+
+STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "count")
+"""What a step waits for. The loss travels too, but only whoever reads it waits."""
+
+
+@dataclass
+class Traffic:
+    """What one rank sent for the model in one step; the step's own count and loss, 8 and 16 bytes, left out."""
+
+    collectives: int
+    wire_bytes: float
+
+
 @dataclass
 class Ledger:
     """The collectives of one step, in the order in which they were issued."""
@@ -91,14 +106,17 @@ class Ledger:
     def of(self, *purposes: str) -> list[Entry]:
         return [e for e in self.entries if e.purpose in purposes]
 
+    def traffic(self) -> Traffic:
+        entries = self.of(*MODEL_PURPOSES)
+        return Traffic(len(entries), sum(e.wire_bytes for e in entries))
+
     def exposed_seconds(self, *purposes: str) -> float:
-        """Time in which the step stood waiting for communication (of these purposes); overlapping waits count once."""
-        entries = self.of(*purposes) if purposes else self.entries
-        return self._union((e.wait_started, e.wait_ended) for e in entries)
+        """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""
+        return self._union((e.wait_started, e.wait_ended) for e in self.of(*(purposes or STEP_PURPOSES)))
 
     def communication_seconds(self) -> float:
         """Time in which anything was on its way, hidden or not."""
-        return self._union((e.issued, e.ended or e.wait_ended) for e in self.entries)
+        return self._union((e.issued, e.ended or e.wait_ended) for e in self.of(*STEP_PURPOSES))
 
     def _union(self, intervals: Iterator[tuple[Mark | None, Mark | None]]) -> float:
         started = self.started

@@ -10,6 +10,9 @@ from lockstep.comm.observe import ObservedGroup
 from lockstep.errors import UserError
 from lockstep.strategies.base import MakeOptimizer, Strategy
 
+DEFAULT_BUCKET_MB = 25.0
+"""Left to PyTorch where it is its default: only then does it make its first bucket smaller."""
+
 
 class DDP(Strategy):
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -29,7 +32,7 @@ class DDP(Strategy):
         self.module = DistributedDataParallel(
             self.model,
             process_group=self.group,
-            bucket_cap_mb=self.parallel.bucket_mb,
+            bucket_cap_mb=None if self.parallel.bucket_mb == DEFAULT_BUCKET_MB else self.parallel.bucket_mb,
             gradient_as_bucket_view=True,
         )
 

@@ -38,6 +38,8 @@ class TrainResult:
     seconds: float
     losses: list[float] = field(default_factory=list)
     """Of each logged step."""
+    is_main: bool = True
+    """Whether this is rank 0's result."""
 
 
 def step_options(config: Config, dataset: DataSet) -> StepOptions:
@@ -118,7 +120,13 @@ class Run:
         recent = self.losses[-10:]
         seconds = time.perf_counter() - start
         return TrainResult(
-            self.steps_done, sum(recent) / max(1, len(recent)), test_loss, test_accuracy, seconds, self.losses
+            self.steps_done,
+            sum(recent) / max(1, len(recent)),
+            test_loss,
+            test_accuracy,
+            seconds,
+            self.losses,
+            self.world.is_main,
         )
 
     def _announce(self) -> None:

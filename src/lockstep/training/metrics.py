@@ -13,9 +13,6 @@ from lockstep.strategies.base import Phases
 WAITS_IN = {"forward": ("buffers",), "backward": ("gradients", "parameters", "flags"), "optimizer": ("agreement",)}
 """In which phase of the step each purpose is waited for."""
 
-STEP_PURPOSES = ("gradients", "parameters", "buffers", "flags", "agreement", "count")
-"""What a step itself waits for. The loss travels too, but only whoever reads it waits."""
-
 
 class MetricsWriter:
     """Appends records to `folder/metrics.jsonl` and TensorBoard event files. A None folder writes nothing."""
@@ -49,4 +46,4 @@ def step_breakdown(phases: Phases, ledger: Ledger, data_seconds: float) -> dict[
     breakdown = {"data_ms": 1e3 * data_seconds}
     for phase in ("forward", "backward", "optimizer"):
         breakdown[f"{phase}_ms"] = 1e3 * max(0.0, seconds.get(phase, 0.0) - waits_in[phase])
-    return {**breakdown, "exposed_ms": 1e3 * ledger.exposed_seconds(*STEP_PURPOSES)}
+    return {**breakdown, "exposed_ms": 1e3 * ledger.exposed_seconds()}

@@ -28,10 +28,10 @@ def equal_form(parallel: Parallel) -> Parallel | None:
 
 
 LAWS = {
-    "bf16": "each gradient within bf16's rounding",
-    "fp16": "each gradient within fp16's rounding",
-    "topk": "equal at k=100%; sent + kept = all",
-    "powersgd": "exact at low rank; sent + kept = all",
+    "bf16": "rounding of bf16",
+    "fp16": "rounding of fp16",
+    "topk": "equal at k=100%, nothing lost",
+    "powersgd": "exact at rank 1, nothing lost",
     "local_sgd": "equal at K=1 with SGD",
 }
 

@@ -4,13 +4,14 @@ from dataclasses import dataclass, field, replace
 
 from rich.progress import Progress
 
+from lockstep.comm.ledger import Traffic
 from lockstep.config import Model, Parallel
 from lockstep.errors import UserError
 from lockstep.strategies import STRATEGIES, Strategy, strategy_named
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
 from lockstep.verify.laws import check_law, equal_form, law_of
 from lockstep.verify.scenarios import Scenario, scenarios_for
-from lockstep.verify.theory import Traffic, counted_traffic, expected_traffic
+from lockstep.verify.theory import Theory, expected_traffic
 from lockstep.world import World
 
 BUCKET_MB = 0.01
@@ -27,7 +28,7 @@ class Verdict:
     """Empty: the strategy is equal to one process. Else what it is held to instead."""
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     counted: Traffic | None = None
-    expected: Traffic | None = None
+    expected: Theory | None = None
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -120,7 +121,7 @@ class Proofs:
 
 
 def _check_traffic(verdict: Verdict, strategy: Strategy, parallel: Parallel, world_size: int) -> None:
-    verdict.counted = counted_traffic(strategy.ledger)
+    verdict.counted = strategy.ledger.traffic()
     verdict.expected = expected_traffic(strategy.model, parallel, world_size)
     if not verdict.expected.matches(verdict.counted):
         verdict.failures.append(

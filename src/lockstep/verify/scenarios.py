@@ -56,7 +56,7 @@ class Scenario:
 
 
 def scenarios_for(model: Model | None) -> list[Scenario]:
-    """A CNN on even and uneven batches, and a GPT on padded ones, accumulated and clipped; or one model on all three."""
+    """A CNN on even and uneven batches, a GPT on padded ones, accumulated and clipped; or one model on all three."""
     if isinstance(model, ResNet) and model.norm == "batch":
         raise UserError(
             "model.norm batch takes its statistics from each rank's own samples, so no data-parallel run equals one "

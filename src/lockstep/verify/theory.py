@@ -10,30 +10,22 @@ from math import ceil
 
 from torch import nn
 
-from lockstep.comm.ledger import Ledger
+from lockstep.comm.ledger import Traffic
 from lockstep.config import Parallel
 from lockstep.parallel.data_parallel import FIRST_BUCKET_SHARE
 
-MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers")
-"""Traffic that grows with the model; counts and losses are two messages of 8 and 16 bytes a step."""
-
 
 @dataclass
-class Traffic:
-    """What one rank sends in one step."""
+class Theory:
+    """What one rank sends in one step by theory."""
 
     collectives: int | None
     """None: the engine decides, and only the bytes are held to theory."""
     wire_bytes: float
 
-    def matches(self, counted: "Traffic") -> bool:
+    def matches(self, counted: Traffic) -> bool:
         same_count = self.collectives is None or self.collectives == counted.collectives
         return same_count and abs(self.wire_bytes - counted.wire_bytes) < 0.5
-
-
-def counted_traffic(ledger: Ledger) -> Traffic:
-    entries = ledger.of(*MODEL_PURPOSES)
-    return Traffic(len(entries), sum(e.wire_bytes for e in entries))
 
 
 def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float) -> list[list[int]]:
@@ -47,7 +39,7 @@ def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float) -> list[list
     return [b for b in buckets if b]
 
 
-def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Traffic:
+def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory:
     """What theory says about one step of `parallel` with `n` ranks (one dtype, no buffers, every parameter used)."""
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     sizes = [s.numel() for s in shapes]
@@ -56,11 +48,11 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Traffic:
     reduce, gather = 2 * (n - 1) / n, (n - 1) / n
     match parallel.data:
         case "single":
-            return Traffic(0, 0.0)
+            return Theory(0, 0.0)
         case "ddp":
-            return Traffic(None, reduce * psi * itemsize)
+            return Theory(None, reduce * psi * itemsize)
         case "local_sgd":  # a step with a meeting; steps between meetings send nothing
-            return Traffic(1, reduce * psi * itemsize)
+            return Theory(1, reduce * psi * itemsize)
         case "naive" | "overlap":
             buckets = [[size] for size in sizes]
         case "flat":
@@ -69,11 +61,11 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Traffic:
             buckets = bucket_sizes(sizes, itemsize, parallel.bucket_mb)
     match parallel.compression:
         case "bf16" | "fp16":
-            return Traffic(len(buckets), reduce * (psi + count) * 2)
+            return Theory(len(buckets), reduce * (psi + count) * 2)
         case "topk":
             kept = sum(min(sum(b), max(1, ceil(parallel.topk_ratio * sum(b)))) for b in buckets)
             pairs = gather * n * kept * (itemsize + 4)  # a value and an int32 index, from each of n ranks
-            return Traffic(3 * len(buckets), pairs + reduce * count * itemsize)
+            return Theory(3 * len(buckets), pairs + reduce * count * itemsize)
         case "powersgd":
             sent, rounds = count, 0
             per_bucket = iter(reversed(shapes))
@@ -81,8 +73,8 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Traffic:
                 thin = [powersgd_elements(next(per_bucket), parallel.powersgd_rank) for _ in bucket]
                 sent += sum(elements for elements, _ in thin)
                 rounds += 2 if any(compressed for _, compressed in thin) else 1
-            return Traffic(rounds, reduce * sent * itemsize)
-    return Traffic(len(buckets), reduce * (psi + count) * itemsize)
+            return Theory(rounds, reduce * sent * itemsize)
+    return Theory(len(buckets), reduce * (psi + count) * itemsize)
 
 
 def powersgd_elements(shape: tuple[int, ...], rank: int) -> tuple[int, bool]:

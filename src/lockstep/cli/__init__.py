@@ -1,0 +1,72 @@
+"""The `lockstep` command: each command is a thin face over a function.
+
+This file only finds the command and turns errors into one clear line; the commands import torch when they run, so that
+help and typing mistakes answer at once.
+"""
+
+import importlib
+import os
+import sys
+
+from lockstep.errors import UserError
+
+COMMANDS = {  # name -> (module, what it answers)
+    "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
+    "train": ("lockstep.cli.train", "train this model for real"),
+    "verify": ("lockstep.cli.verify", "is this strategy correct? each against one process, and against theory"),
+    "bench train": ("lockstep.cli.bench_train", "which strategy is fastest? steps of each, in turns, in one run"),
+}
+
+EXAMPLES = """\
+examples:
+  lockstep demo
+  lockstep train configs/digits_cnn.yaml --nproc 2 --parallel.data overlap
+  lockstep verify --strategies naive bucketed --world-size 2 3
+  torchrun --nproc_per_node=4 -m lockstep train configs/digits_cnn.yaml"""
+
+
+def usage() -> str:
+    lines = [f"  lockstep {name:<13} {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: lockstep COMMAND ...  (lockstep COMMAND --help for its flags)", "", *lines, "", EXAMPLES])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 fine, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] == "--version":
+        from lockstep import __version__
+
+        print(f"lockstep {__version__}")
+        return 0
+    try:
+        name, rest = _find_command(args)
+        command = importlib.import_module(COMMANDS[name][0])
+        return int(command.main(rest))
+    except UserError as error:
+        return _say(f"error: {error}", 2)
+    except KeyboardInterrupt as interrupt:
+        return _say(f"interrupted{': ' * bool(str(interrupt))}{interrupt}", 130)
+    except OSError as error:  # a full disk, a missing folder, a forbidden file: the message names it
+        return _say(f"error: {error}", 1)
+    except RuntimeError as error:
+        if type(error).__name__ != "RankError":
+            raise
+        return _say(f"error: {error}", 1)
+
+
+def _find_command(args: list[str]) -> tuple[str, list[str]]:
+    for words in (2, 1):
+        name = " ".join(args[:words])
+        if name in COMMANDS:
+            return name, args[words:]
+    given = " ".join(args[:2]) if args[0] == "bench" else args[0]
+    raise UserError(f"unknown command {given!r}; there are {', '.join(COMMANDS)}")
+
+
+def _say(text: str, status: int) -> int:
+    rank = os.environ.get("RANK")
+    print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr)
+    return status

@@ -1,0 +1,48 @@
+"""What the commands share in reading their arguments."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import tyro
+
+from lockstep.config import Config, load_config
+from lockstep.errors import UserError
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], argv: list[str], command: str, default: T | None = None) -> T:
+    """Flags -> dataclass; the class's docstring is the help text. tyro names the nearest flag to a wrong one."""
+    options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,)}
+    if default is not None:
+        options["default"] = default
+    return tyro.cli(cls, args=argv, prog=f"lockstep {command}", **options)
+
+
+def config_from(argv: list[str]) -> tuple[Config, list[str]]:
+    """The config that the flags build on: the file given first (if any), for the model that a flag may name.
+
+    Returns it and the arguments without the file.
+    """
+    file = argv[0] if argv and not argv[0].startswith("-") else None
+    rest = argv[1:] if file is not None else argv
+    return load_config(file, _flag_value(rest, "--model.name")), rest
+
+
+def _flag_value(argv: list[str], flag: str) -> str | None:
+    for index, word in enumerate(argv):
+        if word == flag and index + 1 < len(argv):
+            return argv[index + 1]
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
+def refuse_positional(argv: list[str], command: str) -> None:
+    """Commands without a config file: say what a stray word is not."""
+    if argv and not argv[0].startswith("-"):
+        raise UserError(f"lockstep {command} takes flags only, but was given {argv[0]!r}")
+
+
+def sections(config: Config) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}

@@ -1,0 +1,131 @@
+"""`lockstep demo`: every strategy trains the same digits, side by side with one process."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from lockstep.bench.train import peak_memory, prepare_named, timed_step
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.config import CNN, Config, Train
+from lockstep.data import DataSet, Sampler, read_share
+from lockstep.strategies import strategy_names
+from lockstep.training import evaluate
+from lockstep.training.loop import load_data
+from lockstep.verify.compare import TOLERANCE, relative
+from lockstep.world import World
+
+WARMUP_STEPS = 3
+
+
+@dataclass
+class DemoRow:
+    """One line of the demo's table."""
+
+    strategy: str
+    ranks: int
+    samples_per_s: float
+    step_ms: float
+    exposed_share: float
+    collectives: float
+    """Per step."""
+    megabytes: float
+    """Sent by each rank per step."""
+    peak_mib: float
+    accuracy: float
+    difference: float
+    """Largest difference of a weight to one process's, relative to the tensor's norm."""
+    equal: bool
+    """By design; compression and local SGD are not."""
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= TOLERANCE["fp64"]
+
+
+def demo_config(epochs: int) -> Config:
+    return Config(model=CNN(), train=Train(epochs=epochs, batch_size=128, lr=0.1, precision="fp64"))
+
+
+def demo(world: World, epochs: int = 10) -> list[DemoRow]:
+    """Train the digits CNN with each strategy in turn; `single` first and on rank 0 alone, while the others wait."""
+    config = demo_config(epochs)
+    dataset = load_data(world, config)
+    names = strategy_names(["all"])
+    rows: list[DemoRow] = []
+    reference: dict[str, Tensor] = {}
+    steps = epochs * Sampler(len(dataset.train), config.train.batch_size).steps_per_epoch
+    with _progress(quiet=not world.is_main) as progress:
+        for name in names:
+            task = progress.add_task(name, total=steps, status="")
+            if name == "single":
+                alone = World(device=world.device)
+                row, weights = _train(alone, config, name, dataset, progress, task) if world.is_main else (None, {})
+                if world.size > 1:
+                    dist.barrier()
+                reference = all_gather_objects(weights)[0]
+            else:
+                row, weights = _train(world, config, name, dataset, progress, task)
+            if row is not None:
+                row.difference = max(relative(weights[n].cpu(), t.cpu()) for n, t in reference.items())
+                rows.append(row)
+    return [_worst(everyone) for everyone in zip(*_rows_of_all_ranks(world, rows), strict=True)]
+
+
+def _train(
+    world: World, config: Config, name: str, dataset: DataSet, progress: Progress, task: TaskID
+) -> tuple[DemoRow, dict[str, Tensor]]:
+    sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
+    times, exposed, collectives, wire = [], [], 0, 0.0
+    peak_mib = peak_memory(world, config, name, dataset)
+    strategy = prepare_named(world, config, name, dataset)
+    for epoch in range(config.train.epochs):
+        for indices in sampler.epoch(epoch):
+            batch = read_share(dataset.train, indices, strategy.batch_share())
+            times.append(timed_step(world, strategy, batch))
+            exposed.append(strategy.ledger.exposed_seconds())
+            traffic = strategy.ledger.traffic()
+            collectives, wire = collectives + traffic.collectives, wire + traffic.wire_bytes
+            progress.advance(task)
+    strategy.finish()
+    _, accuracy = evaluate(strategy, dataset.test)
+    progress.update(task, status=f"test accuracy {accuracy:.1%}")
+    steps, busy = len(times), sum(times[WARMUP_STEPS:])
+    row = DemoRow(
+        strategy=name,
+        ranks=1 if name == "single" else world.size,
+        samples_per_s=(steps - WARMUP_STEPS) * len(dataset.train) / sampler.steps_per_epoch / busy,
+        step_ms=1e3 * busy / (steps - WARMUP_STEPS),
+        exposed_share=sum(exposed[WARMUP_STEPS:]) / busy,
+        collectives=collectives / steps,
+        megabytes=wire / steps / 1e6,
+        peak_mib=peak_mib,
+        accuracy=accuracy,
+        difference=0.0,
+        equal=strategy.equal_to_one_process,
+    )
+    return row, strategy.full_state_dict()
+
+
+def _rows_of_all_ranks(world: World, mine: list[DemoRow]) -> list[list[DemoRow]]:
+    """Ranks other than 0 have no row for `single`; they take rank 0's."""
+    everyone: list[list[DemoRow]] = all_gather_objects(mine)
+    return [rows if len(rows) == len(everyone[0]) else [everyone[0][0], *rows] for rows in everyone]
+
+
+def _worst(rows: tuple[DemoRow, ...]) -> DemoRow:
+    """Rank 0's row, with the largest difference and the largest memory of any rank."""
+    rows[0].difference = max(r.difference for r in rows)
+    rows[0].peak_mib = max(r.peak_mib for r in rows)
+    return rows[0]
+
+
+def _progress(quiet: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<18}"),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[status]}"),
+        disable=quiet,
+    )
