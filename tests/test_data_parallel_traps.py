@@ -204,10 +204,8 @@ def traps_on_a_rank(world: World) -> dict[tuple[str, str], float]:
         run(bare := copy.deepcopy(reference), world.rank)
         expected = mean_of_ranks(gradients(bare))
         for mode in MODES:
+            wrapped = DataParallel(copy.deepcopy(reference), sync=mode, bucket_mb=0.0001)
             for step in range(2):  # a second step finds the first one's leftovers
-                if step == 0:
-                    wrapped = DataParallel(copy.deepcopy(reference), sync=mode, bucket_mb=0.0001)
-                wrapped.zero_grad(set_to_none=step == 0)
                 wrapped.zero_grad()
                 run(wrapped, world.rank)
                 wrapped.finish_gradient_synchronization()

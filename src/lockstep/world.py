@@ -107,7 +107,7 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> N
     except (dist.DistError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
         if "EADDRINUSE" in text or "in use" in text:
-            message = f"port {os.environ['MASTER_PORT']} is taken; set MASTER_PORT (or --master-port) to a free one"
+            message = f"port {os.environ['MASTER_PORT']} is taken; set MASTER_PORT to a free one"
         elif "imed out" in text or "clients joined" in text or "imeout" in text:
             message = (
                 f"rank {rank} waited {timeout:g} s at {address}, but not all of WORLD_SIZE={size} ranks joined; "

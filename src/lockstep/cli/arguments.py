@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import tyro
 
 from lockstep.config import Config, load_config
+from lockstep.config.load import nearest, valid_keys
 from lockstep.errors import UserError
 
 T = TypeVar("T")
@@ -26,7 +27,19 @@ def config_from(argv: list[str]) -> tuple[Config, list[str]]:
     """
     file = argv[0] if argv and not argv[0].startswith("-") else None
     rest = argv[1:] if file is not None else argv
-    return load_config(file, _flag_value(rest, "--model.name")), rest
+    config = load_config(file, _flag_value(rest, "--model.name"))
+    _refuse_unknown_flags(rest, config)
+    return config, rest
+
+
+def _refuse_unknown_flags(argv: list[str], config: Config) -> None:
+    """A dotted flag that is no key of the config: one line with the nearest, as for a config file."""
+    valid = valid_keys(sections(config))
+    for word in argv:
+        flag = word.partition("=")[0]
+        key = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and "." in key and key not in valid:
+            raise UserError(f"unknown flag {flag}{nearest(key, valid)}")
 
 
 def _flag_value(argv: list[str], flag: str) -> str | None:

@@ -99,8 +99,10 @@ def print_timings(timings: list[Timing]) -> None:
     console().print(table)
 
 
-CSV_COLUMNS = ("strategy", "parameters", "batch_size", "step_ms", "p10_ms", "p90_ms", "ratio", "samples_per_s")
-CSV_COLUMNS += ("exposed_ms", "exposed_fraction", "collectives", "wire_mb", "peak_mib")
+CSV_COLUMNS = [
+    *("strategy", "parameters", "batch_size", "step_ms", "p10_ms", "p90_ms", "ratio", "samples_per_s"),
+    *("exposed_ms", "exposed_fraction", "collectives", "wire_mb", "peak_mib"),
+]
 
 
 def write_csv(timings: list[Timing], file: Path) -> None:

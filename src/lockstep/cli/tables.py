@@ -21,6 +21,6 @@ def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...], last: t
 
 
 def console() -> Console:
-    """A terminal's own width; 100 columns where the output goes to a file or a pipe."""
+    """A terminal's own width; 120 columns where the output goes to a file or a pipe."""
     found = Console()
-    return found if found.is_terminal else Console(width=100)
+    return found if found.is_terminal else Console(width=120)

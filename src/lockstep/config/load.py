@@ -54,10 +54,15 @@ def _structure_section(values: dict[str, Any], cls: Any, section: str, where: st
 
 
 def _refuse_unknown_keys(values: dict[str, Any], sections: dict[str, Any], where: str) -> None:
-    valid = [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]
+    valid = valid_keys(sections)
     for key in _dotted_keys(values, sections, where):
         if key not in valid:
             raise UserError(f"{where}: unknown key {key}{nearest(key, valid)}")
+
+
+def valid_keys(sections: dict[str, Any]) -> list[str]:
+    """`section.key` of every key, given each section's dataclass or an instance of it."""
+    return [f"{name}.{f.name}" for name, section in sections.items() for f in dataclasses.fields(section)]
 
 
 def _dotted_keys(values: dict[str, Any], sections: dict[str, Any], where: str) -> Iterator[str]:

@@ -1,14 +1,17 @@
 """The training loop behind `lockstep train`: the same lines for every strategy and any number of ranks."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from lockstep.comm.collectives import all_reduce
 from lockstep.config import GPT, Config, check_ranges, save_config
@@ -83,6 +86,29 @@ def train(world: World, config: Config, folder: Path | None = None, quiet: bool 
         return Run(world, config, dataset, strategy, metrics, quiet or not world.is_main).train()
 
 
+class StatusBar:
+    """A progress bar with the latest record under it; silent where output is not wanted."""
+
+    def __init__(self, total: int, console: Console, quiet: bool) -> None:
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=quiet)
+        self._task = self._bar.add_task("", total=total)
+        self._status = Text()
+        self._live = Live(Group(self._bar, self._status), console=console) if not quiet else nullcontext()
+
+    def show(self, completed: int, status: str | None = None) -> None:
+        self._bar.update(self._task, completed=completed)
+        if status is not None:
+            self._status.plain = status
+
+    def __enter__(self) -> "StatusBar":
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
+
+
 class Run:
     """One training run, from the first step to the last evaluation."""
 
@@ -107,10 +133,9 @@ class Run:
         self._announce()
         start = time.perf_counter()
         epoch = 0
-        with _progress(self.quiet, self.console) as progress:
-            task = progress.add_task("training", total=self.total_steps, status="")
+        with StatusBar(self.total_steps, self.console, self.quiet) as bar:
             while self.steps_done < self.total_steps:
-                self._train_epoch(epoch, progress, task)
+                self._train_epoch(epoch, bar)
                 epoch += 1
                 every = self.config.train.evaluate_every
                 if every and epoch % every == 0 and self.steps_done < self.total_steps:
@@ -138,7 +163,7 @@ class Run:
             f"({world.backend}), global batch {config.train.batch_size}, {config.train.precision}"
         )
 
-    def _train_epoch(self, epoch: int, progress: Progress, task: TaskID) -> None:
+    def _train_epoch(self, epoch: int, bar: StatusBar) -> None:
         share = self.strategy.batch_share()
         self.strategy.model.train()
         for indices in self.sampler.epoch(epoch):
@@ -153,8 +178,9 @@ class Run:
             self._window_samples += len(indices)
             self._guard(result, batch)
             if self.steps_done % self.config.train.log_every == 0 or self.steps_done == self.total_steps:
-                progress.update(task, status=self._log(epoch, result, data_seconds))
-            progress.update(task, completed=self.steps_done)
+                bar.show(self.steps_done, self._log(epoch, result, data_seconds))
+            else:
+                bar.show(self.steps_done)
 
     def _log(self, epoch: int, result: StepResult, data_seconds: float) -> str:
         """Write one record; return its short form for the progress bar. Every rank reads the loss: it is a sum."""
@@ -225,15 +251,3 @@ def evaluate(strategy: Strategy, split: Split) -> tuple[float, float]:
         all_reduce(sums, "evaluation")
     loss, correct, count = sums.tolist()
     return loss / max(count, 1.0), correct / max(count, 1.0)
-
-
-def _progress(quiet: bool, console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-        console=console,
-        disable=quiet,
-    )

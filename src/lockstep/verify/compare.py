@@ -22,12 +22,14 @@ class Difference:
     """The first place where a rank left the reference."""
 
     step: int
+    """0: before the first."""
     rank: int
     what: str
     size: float
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.what} differs by {self.size:.1e} on rank {self.rank}"
+        when = f"step {self.step}" if self.step else "before the first step"
+        return f"{when}, {self.what} differs by {self.size:.1e} on rank {self.rank}"
 
 
 @dataclass
@@ -43,8 +45,7 @@ class Comparison:
 def relative(got: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the expected tensor's norm where that exceeds 1. NaN counts as infinite."""
     difference = float((got - expected).abs().max()) if expected.numel() else 0.0
-    scaled = difference / max(1.0, float(expected.norm()))
-    return scaled if scaled == scaled else float("inf")
+    return _finite(difference / max(1.0, float(expected.norm())))
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Reference:
         model_bytes = sum(p.nbytes for p in self._single.model.parameters())
         self._remembers = 2 * steps * model_bytes <= self.MEMORY
         self._moments: list[Moment] = []
+        self.initial = self._single.full_state_dict()
 
     def _restart(self) -> None:
         self._single = Single(self.world, Parallel(data="single"), self.options)
@@ -100,28 +102,41 @@ def compare(
     strategy.prepare(build_model(scenario.model, scenario.spec, seed=world.rank), reference.make_optimizer)
     worst, tolerance = Comparison(), TOLERANCE[reference.precision]
     share = strategy.batch_share()
-    for step in range(steps):
-        expected = reference.after(step)
-        got = strategy.step(scenario.global_batch(step).share(share))
-        for (kind, name), size in _differences(expected, strategy, got.loss).items():
+
+    def note(step: int, differences: dict[tuple[str, str], float]) -> None:
+        for (kind, name), size in differences.items():
             setattr(worst, kind, max(getattr(worst, kind), size))
             if not size <= tolerance and worst.first is None:
-                worst.first = Difference(step + 1, world.rank, name, size)
+                worst.first = Difference(step, world.rank, name, size)
+
+    note(0, _differences("weights", strategy.full_state_dict(), reference.initial))
+    for step in range(steps):
+        expected, batch = reference.after(step), scenario.global_batch(step)
+        got = strategy.step(batch.share(share))
+        loss, _, count = got.totals.read()
+        note(step + 1, {("loss", f"the number of targets ({count:.0f})"): abs(count - batch.target_count())})
+        note(step + 1, {("loss", "the loss"): _finite(abs(loss / max(count, 1.0) - expected.loss))})
+        note(step + 1, _differences("gradients", strategy.full_gradients(), expected.gradients))
+        note(step + 1, _differences("weights", strategy.full_state_dict(), expected.weights))
     return _worst_of_ranks(worst), strategy
 
 
-def _differences(expected: Moment, strategy: Strategy, loss: float) -> dict[tuple[str, str], float]:
-    """{(kind, what): how far off}, in the order in which a fault would show: loss, gradients, weights."""
-    difference = abs(loss - expected.loss)
-    found = {("loss", "the loss"): difference if difference == difference else float("inf")}
-    for kind, word, mine, theirs in (
-        ("gradients", "gradient of", strategy.full_gradients(), expected.gradients),
-        ("weights", "weight", strategy.full_state_dict(), expected.weights),
-    ):
-        for name in theirs.keys() | mine.keys():
-            there = name in mine and name in theirs
-            found[kind, f"{word} {name}"] = relative(mine[name], theirs[name]) if there else float("inf")
+def _differences(kind: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[tuple[str, str], float]:
+    """{(kind, what): how far off}; a tensor that one side lacks is infinitely far off."""
+    found = {}
+    for name in [*theirs, *(n for n in mine if n not in theirs)]:
+        there = name in mine and name in theirs
+        size = relative(mine[name], theirs[name]) if there else float("inf")
+        what = f"{kind.removesuffix('s')} of {name}"
+        if there and kind == "gradients" and size > 1e-3:  # a sum for a mean shows as the number of ranks
+            what += f" ({float(mine[name].norm() / theirs[name].norm()):.3g} times as large)"
+        found[kind, what] = size
     return found
+
+
+def _finite(size: float) -> float:
+    """NaN compares with nothing; make it infinite."""
+    return size if size == size else float("inf")
 
 
 def _worst_of_ranks(mine: Comparison) -> Comparison:

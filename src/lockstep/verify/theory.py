@@ -45,6 +45,8 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory:
     sizes = [s.numel() for s in shapes]
     itemsize = next(model.parameters()).element_size()
     psi, count = sum(sizes), len(sizes)
+    if n == 1:
+        return Theory(0, 0.0)
     reduce, gather = 2 * (n - 1) / n, (n - 1) / n
     match parallel.data:
         case "single":

@@ -1,0 +1,249 @@
+"""Ranks start, fail and end as they should: a clear error in bounded time, and nobody is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import UserError
+from lockstep.launch import Launch, RankError, _first_host, run_on_ranks
+from lockstep.world import ParallelDims, World, choose_device, share_gpu_environment
+from tests.ranks import on_ranks
+
+SCRIPT = textwrap.dedent(
+    """
+    import sys, torch, torch.distributed as dist
+    from lockstep.errors import UserError
+    from lockstep.launch import Launch, run_on_ranks
+
+    def total(world):
+        t = torch.tensor([float(world.rank)])
+        if world.size > 1:
+            dist.all_reduce(t)
+        print(f"rank {world.rank} of {world.size}, local {world.local_rank}: {t.item():.0f}", flush=True)
+
+    if __name__ == "__main__":
+        try:
+            run_on_ranks(total, launch=Launch(device="cpu", timeout=float(sys.argv[1]) if len(sys.argv) > 1 else 60))
+        except UserError as error:
+            sys.exit(f"error: {error}")
+    """
+)
+
+
+def add_ranks(world: World, offset: int) -> tuple[int, float]:
+    total = torch.tensor([float(world.rank + offset)])
+    dist.all_reduce(total)
+    return world.rank, total.item()
+
+
+def fail_on_rank_1(world: World, how: str) -> None:
+    if world.rank == 1:
+        if how == "exception":
+            raise ArithmeticError("rank one is broken")
+        if how == "user error":
+            raise UserError("batch is 3; give it 4")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def threads_and_device(world: World) -> tuple[int, str, str]:
+    return torch.get_num_threads(), world.device.type, world.backend
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_results_come_back_in_rank_order() -> None:
+    assert on_ranks(add_ranks, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
+
+
+def test_ranks_share_the_cores_and_use_gloo_on_the_cpu() -> None:
+    cores = psutil.cpu_count() or 1
+    assert on_ranks(threads_and_device, 2) == [(max(1, cores // 2), "cpu", "gloo")] * 2
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    assert run_on_ranks(threads_and_device, launch=Launch(device="cpu"))[0][1:] == ("cpu", "none")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("exception", RankError, r"rank 1 failed first.*rank one is broken(.|\n)*fail_on_rank_1"),
+        ("user error", UserError, "^batch is 3; give it 4$"),
+        ("kill", RankError, r"rank 1 failed first \(exit code -9\): it was ended by SIGKILL"),
+    ],
+)
+def test_the_first_failing_rank_is_what_one_sees(how: str, kind: type[Exception], message: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(kind, match=message):
+        on_ranks(fail_on_rank_1, 3, how)
+    assert time.monotonic() - start < 40
+    assert children() == []
+
+
+@pytest.mark.parametrize("nproc", [0, -1])
+def test_a_senseless_number_of_ranks_is_refused(nproc: int) -> None:
+    with pytest.raises(UserError, match=f"--nproc is {nproc}, but it must be 1 or more"):
+        on_ranks(add_ranks, nproc, 0)
+
+
+def test_a_backend_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--backend carrier-pigeon is not available here; this torch has .*gloo"):
+        run_on_ranks(add_ranks, 0, launch=Launch(nproc=2, device="cpu", backend="carrier-pigeon"))
+
+
+def test_more_ranks_than_gpus_need_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"4 ranks were asked for on a machine with 1 GPU; add --share-gpu"):
+        choose_device("auto", 0, 4, share_gpu=False)
+    assert choose_device("auto", 3, 4, share_gpu=True) == torch.device("cuda", 0)
+    assert choose_device("cpu", 3, 4, share_gpu=False) == torch.device("cpu")
+    hosts = {share_gpu_environment(rank)["NCCL_HOSTID"] for rank in range(4)}
+    assert len(hosts) == 4
+
+
+# ---- other people's launchers ----------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **extra}
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=clean_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    file = tmp_path / "total.py"
+    file.write_text(SCRIPT)
+    return str(file)
+
+
+def test_torchruns_ranks_are_adopted_on_two_nodes(script: str) -> None:
+    port = free_port()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    torchrun += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    nodes = [start([*torchrun, f"--node_rank={n}", script]) for n in range(2)]
+    output = "".join(node.communicate(timeout=90)[0] for node in nodes)
+    assert all(node.returncode == 0 for node in nodes), output
+    for rank in range(4):
+        assert f"rank {rank} of 4, local {rank % 2}: 6" in output
+
+
+def test_sruns_ranks_are_adopted(script: str) -> None:
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "localhost"}
+    slurm["MASTER_PORT"] = str(free_port())
+    tasks = [start([sys.executable, script], **slurm, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
+    output = "".join(task.communicate(timeout=90)[0] for task in tasks)
+    assert "rank 0 of 2, local 0: 1" in output
+    assert "rank 1 of 2, local 1: 1" in output
+
+
+def test_the_first_host_of_a_slurm_node_list() -> None:
+    assert [_first_host(n) for n in ("n1", "n1,n2", "gpu[03-05,9],x", "a[7],b")] == ["n1", "n1", "gpu03", "a7"]
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_a_missing_rank_is_an_error_in_bounded_time(script: str) -> None:
+    process = start([sys.executable, script, "3"], **rank_environment(0, 2, free_port()))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "not all of WORLD_SIZE=2 ranks joined" in output
+    assert "Traceback" not in output
+
+
+def test_a_taken_port_is_named(script: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        output, _ = start([sys.executable, script, "3"], **rank_environment(0, 2, port)).communicate(timeout=60)
+    assert f"port {port} is taken" in output
+    assert "Traceback" not in output
+
+
+def test_a_wrong_world_size_is_named(script: str) -> None:
+    output, _ = start([sys.executable, script], **rank_environment(2, 2, free_port())).communicate(timeout=60)
+    assert "RANK is 2 and WORLD_SIZE is 2, but ranks go from 0 to WORLD_SIZE - 1" in output
+
+
+def test_nproc_beside_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in rank_environment(0, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="--nproc 4 was given, but torchrun or srun started 2 ranks"):
+        run_on_ranks(add_ranks, 0, launch=Launch(nproc=4))
+
+
+# ---- endings ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", "--nproc", "2", "--device", "cpu"]
+    command += ["--train.epochs", "100000", "--run-dir", str(tmp_path / "run")]
+    process = start(command)
+    deadline = time.monotonic() + 60
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    if how != signal.SIGKILL:
+        assert process.returncode == 130
+        assert "interrupted" in output
+        assert "Traceback" not in output
+
+
+# ---- degrees -----------------------------------------------------------------------------------------------
+
+
+def test_degrees_multiply_to_the_world() -> None:
+    dims = ParallelDims(dp_shard=2, tp=2).resolve(8)
+    assert (dims.dp_replicate, dims.data) == (2, 4)
+    assert [dims.data_rank(r) for r in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for bad in (ParallelDims(tp=3), ParallelDims(dp_replicate=-1, tp=-1), ParallelDims(tp=0)):
+        with pytest.raises(UserError, match="parallel degrees"):
+            bad.resolve(8)
+
+
+def mesh_on_a_rank(world: World) -> tuple[tuple[int, ...], list[int]]:
+    mesh = ParallelDims(dp_replicate=-1, tp=2).resolve(world.size).mesh(world.device)
+    return tuple(mesh.shape), list(mesh.get_coordinate() or [])
+
+
+def test_degrees_become_one_mesh() -> None:
+    shapes = on_ranks(mesh_on_a_rank, 4)
+    assert shapes == [((1, 2, 1, 1, 2), [0, r // 2, 0, 0, r % 2]) for r in range(4)]
