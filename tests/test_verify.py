@@ -106,7 +106,7 @@ def verdicts() -> dict[str, Verdict]:
 @pytest.mark.parametrize(
     ("fault", "where"),
     [
-        ("not averaged", "even: step 1, gradient of head.bias differs by"),
+        ("not averaged", "even: step 1, gradient of head.bias"),
         ("not broadcast", "even: before the first step, weight of convolutions.0.bias differs by"),
         ("sum for mean", "gradient of convolutions.0.weight (2 times as large) differs by"),
         ("dropped sample", "even: step 1, the number of targets (15) differs by 1.0e+00"),

@@ -1,8 +1,22 @@
 """Lockstep: whatever the strategy, the ranks together train exactly as one process would."""
 
-from lockstep.data import shard_batch
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lockstep.errors import UserError
-from lockstep.parallel import DataParallel, LocalSGD
+
+if TYPE_CHECKING:
+    from lockstep.data import shard_batch
+    from lockstep.parallel import DataParallel, LocalSGD
 
 __version__ = "0.1.0"
 __all__ = ["DataParallel", "LocalSGD", "UserError", "shard_batch"]
+
+_HOMES = {"DataParallel": "lockstep.parallel", "LocalSGD": "lockstep.parallel", "shard_batch": "lockstep.data"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch when it is first needed, so that `lockstep --help` answers at once."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

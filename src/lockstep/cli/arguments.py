@@ -37,7 +37,7 @@ def _refuse_unknown_flags(argv: list[str], config: Config) -> None:
     valid = valid_keys(sections(config))
     for word in argv:
         flag = word.partition("=")[0]
-        key = flag.removeprefix("--").replace("-", "_")
+        key = flag.removeprefix("--").replace("-", "_").replace(".no_", ".")  # --data.no-download
         if flag.startswith("--") and "." in key and key not in valid:
             raise UserError(f"unknown flag {flag}{nearest(key, valid)}")
 

@@ -26,7 +26,7 @@ class BenchTrainArguments:
     A config file may come first. The ratio column is the median over the rounds of a strategy's step time over the
     first strategy's in the same round.
 
-    Examples:
+    For example:
 
     lockstep bench train --strategies ddp bucketed flat overlap naive
 

@@ -19,7 +19,7 @@ from lockstep.launch import Launch, run_on_ranks
 class DemoArguments:
     """Train the digits CNN with one process, then with every strategy on 2 ranks, and compare.
 
-    Example:
+    For example:
 
     lockstep demo --nproc 4 --epochs 3
     """

@@ -20,7 +20,7 @@ class TrainArguments:
     A config file may come first: lockstep train CONFIG.yaml --flags. Flags win over the file, the file over the
     defaults shown here. Metrics (metrics.jsonl, TensorBoard) and the resolved config go to the run's folder.
 
-    Examples:
+    For example:
 
     lockstep train configs/digits_cnn.yaml --nproc 2
 

@@ -22,7 +22,7 @@ class VerifyArguments:
     Equality is shown in float64 to 1e-10 (float32: 1e-5), on even, uneven and accumulated batches. Strategies that
     approximate by nature are held to a law of their own. The exit status is 1 if anything fails.
 
-    Examples:
+    For example:
 
     lockstep verify
 

@@ -1,0 +1,116 @@
+"""The command as a person meets it: help with an example everywhere, and one clear line for every mistake."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import COMMANDS
+
+
+def lockstep(*words: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lockstep", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def test_without_words_it_lists_the_commands() -> None:
+    for words in ((), ("--help",)):
+        done = lockstep(*words)
+        assert done.returncode == 0
+        assert all(f"lockstep {name}" in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    done = lockstep(*name.split(), "--help")
+    assert done.returncode == 0
+    assert "For example" in done.stdout
+    assert f"lockstep {name}" in done.stdout.replace("\n", " ")
+
+
+MISTAKES = {
+    "fly": "unknown command 'fly'; there are demo, train, verify, bench train",
+    "bench fly": "unknown command 'bench fly'",
+    "train absent.yaml": "absent.yaml: cannot be read",
+    "train --model.chanels 3": "unknown flag --model.chanels; did you mean model.channels?",
+    "train --model.depth 18": "unknown flag --model.depth: it belongs to model.name resnet",
+    "train --train.channels 18": "unknown flag --train.channels; did you mean model.channels?",
+    "train --model.name vgg": "model.name is 'vgg', but it must be one of mlp, cnn, resnet, gpt",
+    "train --train.batch-size 0": "train.batch_size is 0, but it must be 1 or more",
+    "train --nproc 0": "--nproc is 0, but it must be 1 or more",
+    "train --parallel.data magic": "parallel.data is 'magic', but it must be one of single, naive",
+    "train --device cpu --nproc 2 --parallel.data ddp --parallel.compression topk": "does not go with",
+    "train --data.name mnist --data.no-download --data.path /nowhere": "put the four MNIST files into",
+    "verify --strategies magic": "strategy 'magic' does not exist; there are single, naive",
+    "verify --world-size 0": "--world-size is 0, but it must be 1 or more",
+    "verify --model.name resnet": "use --model.norm group",
+    "demo now": "lockstep demo takes flags only, but was given 'now'",
+    "demo --epochs 0": "--epochs is 0, but it must be 1 or more",
+    "bench train --steps 0": "at least 1 step",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_clear_line(words: str) -> None:
+    done = lockstep(*words.split())
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert MISTAKES[words] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", ["train --nprok 2", "train --train.lr fast", "verify --steps many"])
+def test_a_flag_that_the_parser_refuses_is_explained(words: str) -> None:
+    done = lockstep(*words.split())
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert words.split()[1] in done.stderr
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--train.steps", "2", "--model.channels", "3", "5", "--train.lr", "0.25", "--run-dir", str(run)]
+    done = lockstep("train", "configs/digits_cnn.yaml", *flags)
+    assert done.returncode == 0, done.stderr
+    saved = (run / "config.yaml").read_text()
+    assert "lr: 0.25" in saved
+    assert "channels:\n  - 3\n  - 5" in saved
+    assert "hidden: 128" in saved
+    assert "2 steps in" in done.stdout
+
+
+def test_verify_says_what_it_found() -> None:
+    done = lockstep("verify", "--strategies", "flat", "bucketed+topk", "--world-size", "2", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 passed" in done.stdout
+
+
+def test_bench_train_prints_ratios_and_writes_csv(tmp_path: Path) -> None:
+    file = tmp_path / "bench.csv"
+    flags = ["--strategies", "ddp", "bucketed", "--steps", "3", "--warmup", "1", "--csv", str(file), "--device", "cpu"]
+    done = lockstep("bench", "train", *flags)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader(file.open()))
+    assert [row["strategy"] for row in rows] == ["ddp", "bucketed"]
+    assert float(rows[0]["ratio"]) == 1.0
+    assert float(rows[1]["peak_mib"]) <= float(rows[0]["peak_mib"]) * 1.01
+    assert "ratio to" in done.stdout
+
+
+def test_the_demo_ticks_every_equal_strategy() -> None:
+    done = lockstep("demo", "--epochs", "1", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("✓") >= 6
+    assert "✗" not in done.stdout
+    assert "Try next" in done.stdout
+
+
+def test_torchrun_runs_the_same_command(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]
+    words = ["train", "--device", "cpu", "--train.steps", "2", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 ranks on") == 1

@@ -1,0 +1,227 @@
+"""The training loop: the same run with one process and with many, its metrics, and what it does with NaN."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import CNN, GPT, Config, Data, Parallel, Train, load_config
+from lockstep.data import Batch, build_data
+from lockstep.errors import UserError
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.strategies import STRATEGIES, VARIANTS, Strategy, strategy_named
+from lockstep.training import TrainResult, prepare_strategy, train
+from lockstep.training.optimizer import learning_rate
+from lockstep.world import World
+from tests.ranks import on_ranks
+
+SMALL = CNN(channels=(8,), hidden=16)
+
+
+def short(**changes: Any) -> Config:
+    settings: dict[str, Any] = {"epochs": 1, "batch_size": 100, "lr": 0.05, "log_every": 1, "steps": 6, **changes}
+    return Config(model=SMALL, train=Train(**settings))
+
+
+def test_the_digits_reach_98_percent_with_one_process_and_with_two(tmp_path: Path) -> None:
+    config = load_config("configs/digits_cnn.yaml")
+    results: dict[int, TrainResult] = {}
+    for ranks in (1, 2):
+        launch = Launch(nproc=ranks, device="cpu")
+        results[ranks] = run_on_ranks(train, config, tmp_path / str(ranks), True, launch=launch)[0]
+        assert results[ranks].test_accuracy >= 0.98
+        assert results[ranks].seconds < 60
+    assert results[1].losses == pytest.approx(results[2].losses, abs=1e-3)
+    assert load_config(tmp_path / "2" / "config.yaml") == config
+
+
+def train_several(world: World) -> dict[str, Any]:
+    """Many short runs, one start of the ranks."""
+    base = short(precision="fp64")
+    runs: dict[str, Any] = {}
+    for name in [*STRATEGIES, *VARIANTS]:
+        runs[name] = train(world, replace(base, parallel=strategy_named(name)), quiet=True).losses
+    for accumulation in (2, 5):
+        config = replace(base, train=replace(base.train, accumulation=accumulation))
+        runs[f"accumulation {accumulation}"] = train(world, config, quiet=True).losses
+    for precision in ("fp32", "bf16", "fp16"):
+        config = replace(base, train=replace(base.train, precision=precision))
+        runs[precision] = train(world, config, quiet=True).losses
+    tiny = replace(base, train=replace(base.train, batch_size=1, steps=3))
+    runs["batch 1"] = train(world, tiny, quiet=True).losses
+    runs["state"] = {name: resumes_alike(world, name) for name in ("bucketed+powersgd", "ddp", "local_sgd+diloco")}
+    runs["nan"] = nan_on_one_rank(world)
+    runs["overflow"] = fp16_overflow(world)
+    return runs
+
+
+def resumes_alike(world: World, name: str) -> float:
+    """Stop after 3 steps, load into a fresh strategy, go on: how far from the run that never stopped."""
+    config = replace(short(precision="fp64", optimizer="adamw", lr=1e-3), parallel=strategy_named(name))
+    config.parallel.sync_every = 2
+    dataset = build_data(config)
+    share = dataset.train.batch(torch.arange(world.rank, 60, world.size))
+
+    def fresh() -> Strategy:
+        return prepare_strategy(world, config, dataset)
+
+    straight, stopped, resumed = fresh(), fresh(), fresh()
+    for _ in range(3):
+        straight.step(share)
+        stopped.step(share)
+    resumed.load_state_dict(stopped.state_dict())
+    for _ in range(3):
+        straight.step(share)
+        resumed.step(share)
+    mine, theirs = resumed.full_state_dict(), straight.full_state_dict()
+    return max(float((mine[n] - theirs[n]).abs().max()) for n in theirs)
+
+
+def nan_on_one_rank(world: World) -> dict[str, Any]:
+    """A NaN in rank 1's inputs: nobody steps, the rank is named, and training goes on after it."""
+    found: dict[str, Any] = {}
+    for name in ("single", "bucketed", "ddp", "local_sgd", "bucketed+topk"):
+        config = replace(short(precision="fp64"), parallel=strategy_named(name))
+        dataset = build_data(config)
+        strategy = prepare_strategy(world, config, dataset)
+        good = dataset.train.batch(torch.arange(world.rank, 40, world.size))
+        inputs = good.inputs.clone()
+        if world.rank == 1:
+            inputs[0, 0, 0, 0] = float("nan")
+        before = strategy.full_state_dict()
+        result = strategy.step(Batch(inputs, good.targets))
+        where = strategy.locate_nonfinite(Batch(inputs, good.targets))
+        kept = all(torch.equal(t, before[n]) for n, t in strategy.full_state_dict().items())
+        after = strategy.step(good)
+        found[name] = (result.skipped, kept, where, after.skipped, after.loss == after.loss)
+    return found
+
+
+class Overflowing(nn.Module):
+    """Its gradients fit fp16 only under a small loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = 300.0 * self.linear(x.flatten(1))
+        return logits
+
+    def forward_flops(self) -> int:
+        return 1
+
+
+def fp16_overflow(world: World) -> tuple[int, int, float]:
+    """(steps skipped, steps taken, final loss scale) of a model whose first steps overflow."""
+    config = short(precision="fp16", lr=1e-6)
+    dataset = build_data(config)
+    strategy = prepare_strategy(world, config, dataset)
+    strategy.prepare(Overflowing(), lambda p: torch.optim.SGD(p, 1e-6))
+    assert strategy.scaler is not None
+    strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    batch = dataset.train.batch(torch.arange(world.rank, 40, world.size))
+    skipped = [strategy.step(batch).skipped for _ in range(24)]
+    return sum(skipped), len(skipped) - sum(skipped), strategy.scaler.get_scale()
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    return on_ranks(train_several, 2, timeout=100)
+
+
+@pytest.mark.parametrize("name", ["naive", "flat", "overlap", "bucketed", "ddp", "accumulation 2", "accumulation 5"])
+def test_every_strategy_has_the_losses_of_one_process(runs: list[dict[str, Any]], name: str) -> None:
+    assert runs[0][name] == pytest.approx(runs[0]["single"], abs=1e-12)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.1), ("fp16", 0.02)])
+def test_lower_precision_stays_close(runs: list[dict[str, Any]], precision: str, tolerance: float) -> None:
+    assert runs[0][precision] == pytest.approx(runs[0]["single"], abs=tolerance)
+
+
+def test_approximate_strategies_learn(runs: list[dict[str, Any]]) -> None:
+    for name in VARIANTS:
+        assert runs[0][name][-1] < runs[0][name][0]
+
+
+def test_all_ranks_report_one_loss(runs: list[dict[str, Any]]) -> None:
+    assert runs[0]["bucketed"] == runs[1]["bucketed"]
+
+
+def test_a_batch_smaller_than_the_world_trains(runs: list[dict[str, Any]]) -> None:
+    assert len(runs[0]["batch 1"]) == 3
+
+
+def test_a_loaded_state_goes_on_as_if_never_stopped(runs: list[dict[str, Any]]) -> None:
+    assert runs[0]["state"] == dict.fromkeys(runs[0]["state"], 0.0)
+
+
+def test_a_nan_is_skipped_by_all_and_traced_to_its_rank(runs: list[dict[str, Any]]) -> None:
+    for rank in runs:
+        for name, (skipped, kept, where, skipped_after, finite_after) in rank["nan"].items():
+            if name == "single" and rank is runs[0]:
+                continue  # rank 0 by itself has no NaN
+            assert (skipped, kept, skipped_after, finite_after) == (True, True, False, True), name
+            assert where.startswith("rank 1: its inputs and "), (name, where)
+
+
+def test_fp16_finds_its_loss_scale(runs: list[dict[str, Any]]) -> None:
+    for rank in runs:
+        skipped, taken, scale = rank["overflow"]
+        assert skipped > 0
+        assert taken > 0
+        assert scale < 2.0**24
+    assert runs[0]["overflow"] == runs[1]["overflow"]
+
+
+def test_ten_bad_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    config = short(lr=float("inf"), steps=None, epochs=3, schedule="constant")
+    with pytest.raises(UserError, match=r"10 steps in a row.*rank 0: weight .*lower train\.lr"):
+        train(World(), config, tmp_path, quiet=True)
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("skipped") == 10
+
+
+def test_metrics_hold_what_was_promised(tmp_path: Path) -> None:
+    model = GPT(d_model=16, layers=1, heads=2, context=16)
+    data = Data(name="text", max_bytes=20_000)
+    config = Config(model, data, Train(batch_size=8, steps=4, log_every=2, optimizer="adamw", lr=1e-3), Parallel())
+    train(World(), config, tmp_path, quiet=True)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first = records[0]
+    for key in ("loss", "accuracy", "lr", "grad_norm", "samples_per_s", "tokens_per_s", "mfu"):
+        assert key in first
+    for phase in ("data", "forward", "backward", "exposed", "optimizer"):
+        assert first[f"{phase}_ms"] >= 0
+    assert [r["kind"] for r in records] == ["train", "train", "test"]
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_a_run_repeats_itself_by_its_seed() -> None:
+    one, same, other = (train(World(), short(seed=s), quiet=True).losses for s in (3, 3, 4))
+    assert one == same
+    assert one != other
+
+
+def test_schedules() -> None:
+    warm = Train(lr=1.0, warmup_steps=4, schedule="cosine", lr_decay=0.1)
+    rates = [learning_rate(warm, s, 104) for s in range(105)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert rates[54] == pytest.approx(0.55)
+    assert rates[104] == pytest.approx(0.1)
+    steps = Train(lr=1.0, schedule="step", lr_decay=0.1, lr_milestones=(0.5, 0.75))
+    assert [round(learning_rate(steps, s, 100), 4) for s in (0, 49, 50, 74, 75, 99)] == [1, 1, 0.1, 0.1, 0.01, 0.01]
+    assert learning_rate(Train(lr=0.3, schedule="constant"), 7, 9) == 0.3
+
+
+def test_compile_trains_alike() -> None:
+    config = short(steps=3)
+    plain = train(World(), config, quiet=True).losses
+    compiled = train(World(), replace(config, train=replace(config.train, compile=True)), quiet=True).losses
+    assert compiled == pytest.approx(plain, rel=1e-4)
