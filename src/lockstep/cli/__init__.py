@@ -49,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         return _say(f"error: {error}", 2)
     except KeyboardInterrupt as interrupt:
         return _say(f"interrupted{': ' * bool(str(interrupt))}{interrupt}", 130)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:  # a full disk, a missing folder, a forbidden file: the message names it
         return _say(f"error: {error}", 1)
     except RuntimeError as error:
