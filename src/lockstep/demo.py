@@ -6,7 +6,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from lockstep.bench.train import peak_memory, prepare_named, timed_step
+from lockstep.bench.train import Timing, new_timing, peak_memory, prepare_named, timed_step
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import CNN, Config, Train
 from lockstep.data import DataSet, Sampler, read_share
@@ -16,28 +16,18 @@ from lockstep.training.loop import load_data
 from lockstep.verify.compare import TOLERANCE, relative
 from lockstep.world import World
 
-WARMUP_STEPS = 3
-
 
 @dataclass
 class DemoRow:
     """One line of the demo's table."""
 
-    strategy: str
+    timing: Timing
     ranks: int
-    samples_per_s: float
-    step_ms: float
-    exposed_share: float
-    collectives: float
-    """Per step."""
-    megabytes: float
-    """Sent by each rank per step."""
-    peak_mib: float
     accuracy: float
-    difference: float
-    """Largest difference of a weight to one process's, relative to the tensor's norm."""
     equal: bool
     """By design; compression and local SGD are not."""
+    difference: float = 0.0
+    """Largest difference of a weight to one process's, relative to the tensor's norm."""
 
     @property
     def passed(self) -> bool:
@@ -77,34 +67,18 @@ def _train(
     world: World, config: Config, name: str, dataset: DataSet, progress: Progress, task: TaskID
 ) -> tuple[DemoRow, dict[str, Tensor]]:
     sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
-    times, exposed, collectives, wire = [], [], 0, 0.0
     peak_mib = peak_memory(world, config, name, dataset)
     strategy = prepare_named(world, config, name, dataset)
+    timing = new_timing(name, strategy, config, peak_mib)
     for epoch in range(config.train.epochs):
         for indices in sampler.epoch(epoch):
             batch = read_share(dataset.train, indices, strategy.batch_share())
-            times.append(timed_step(world, strategy, batch))
-            exposed.append(strategy.ledger.exposed_seconds())
-            traffic = strategy.ledger.traffic()
-            collectives, wire = collectives + traffic.collectives, wire + traffic.wire_bytes
+            timing.record(timed_step(world, strategy, batch), strategy.ledger)
             progress.advance(task)
     strategy.finish()
     _, accuracy = evaluate(strategy, dataset.test)
     progress.update(task, status=f"test accuracy {accuracy:.1%}")
-    steps, busy = len(times), sum(times[WARMUP_STEPS:])
-    row = DemoRow(
-        strategy=name,
-        ranks=1 if name == "single" else world.size,
-        samples_per_s=(steps - WARMUP_STEPS) * len(dataset.train) / sampler.steps_per_epoch / busy,
-        step_ms=1e3 * busy / (steps - WARMUP_STEPS),
-        exposed_share=sum(exposed[WARMUP_STEPS:]) / busy,
-        collectives=collectives / steps,
-        megabytes=wire / steps / 1e6,
-        peak_mib=peak_mib,
-        accuracy=accuracy,
-        difference=0.0,
-        equal=strategy.equal_to_one_process,
-    )
+    row = DemoRow(timing, world.size, accuracy, strategy.equal_to_one_process)
     return row, strategy.full_state_dict()
 
 
@@ -117,7 +91,7 @@ def _rows_of_all_ranks(world: World, mine: list[DemoRow]) -> list[list[DemoRow]]
 def _worst(rows: tuple[DemoRow, ...]) -> DemoRow:
     """Rank 0's row, with the largest difference and the largest memory of any rank."""
     rows[0].difference = max(r.difference for r in rows)
-    rows[0].peak_mib = max(r.peak_mib for r in rows)
+    rows[0].timing.peak_mib = max(r.timing.peak_mib for r in rows)
     return rows[0]
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lockstep.bench.memory import measure_peak
 from lockstep.comm.collectives import all_gather_objects
+from lockstep.comm.ledger import Ledger, Traffic
 from lockstep.config import Config, check_ranges
 from lockstep.data import Batch, DataSet, Sampler, read_share
 from lockstep.models import parameter_count, training_flops
@@ -24,19 +25,24 @@ Progress = Callable[[], None]
 
 @dataclass
 class Timing:
-    """What one strategy's steps cost on this rank."""
+    """What one strategy's steps cost."""
 
     strategy: str
     parameters: int
+    batch_size: int
     flops_per_step: float
     """Of the whole global batch."""
-    batch_size: int
+    peak_mib: float
+    """Tensors held at once by one rank."""
     step_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
-    collectives: int = 0
-    wire_mb: float = 0.0
-    peak_mib: float = 0.0
-    """Tensors held at once, from the first step on."""
+    traffic: list[Traffic] = field(default_factory=list)
+
+    def record(self, seconds: float, ledger: Ledger) -> None:
+        """Note one step."""
+        self.step_s.append(seconds)
+        self.exposed_s.append(ledger.exposed_seconds())
+        self.traffic.append(ledger.traffic())
 
     @property
     def median_ms(self) -> float:
@@ -56,6 +62,16 @@ class Timing:
     def exposed_share(self) -> float:
         return median(self.exposed_s) / median(self.step_s)
 
+    @property
+    def collectives(self) -> float:
+        """Per step, on average: local SGD sends something in some steps only."""
+        return sum(t.collectives for t in self.traffic) / len(self.traffic)
+
+    @property
+    def wire_mb(self) -> float:
+        """MB that a rank sends per step, on average."""
+        return sum(t.wire_bytes for t in self.traffic) / len(self.traffic) / 1e6
+
     def ratio_to(self, other: "Timing") -> float:
         """Median over the rounds of this step's time over the other's in the same round."""
         return median(mine / theirs for mine, theirs in zip(self.step_s, other.step_s, strict=True))
@@ -69,7 +85,7 @@ def bench_train(
     dataset = load_data(world, config)
     peaks = {n: peak_memory(world, config, n, dataset) for n in names}
     strategies = {n: prepare_named(world, config, n, dataset) for n in names}
-    timings = {n: _new_timing(n, s, config, peaks[n]) for n, s in strategies.items()}
+    timings = {n: new_timing(n, strategy, config, peaks[n]) for n, strategy in strategies.items()}
     sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
     batches = [indices for indices in sampler.epoch(0) if len(indices) == config.train.batch_size]
     batches = batches or list(sampler.epoch(0))
@@ -81,11 +97,7 @@ def bench_train(
             batch = read_share(dataset.train, indices, strategy.batch_share())
             seconds = timed_step(world, strategy, batch)
             if round_ >= warmup:
-                timings[name].step_s.append(seconds)
-                timings[name].exposed_s.append(strategy.ledger.exposed_seconds())
-                traffic = strategy.ledger.traffic()
-                timings[name].collectives = traffic.collectives
-                timings[name].wire_mb = traffic.wire_bytes / 1e6
+                timings[name].record(seconds, strategy.ledger)
         if progress is not None:
             progress()
     return [slowest_rank(t) for t in timings.values()]
@@ -121,10 +133,10 @@ def prepare_named(world: World, config: Config, name: str, dataset: DataSet) -> 
     return prepare_strategy(world, replace(config, parallel=strategy_named(name, config.parallel)), dataset)
 
 
-def _new_timing(name: str, strategy: Strategy, config: Config, peak_mib: float) -> Timing:
+def new_timing(name: str, strategy: Strategy, config: Config, peak_mib: float) -> Timing:
     batch = config.train.batch_size
     flops = batch * training_flops(strategy.model)
-    return Timing(name, parameter_count(strategy.model), flops, batch, peak_mib=peak_mib)
+    return Timing(name, parameter_count(strategy.model), batch, flops, peak_mib)
 
 
 def slowest_rank(mine: Timing) -> Timing:

@@ -11,6 +11,9 @@ from lockstep.errors import UserError
 
 T = TypeVar("T")
 
+SHORT = {"--model": "--model.name", "--data": "--data.name"}
+"""What people type."""
+
 
 def parse(cls: type[T], argv: list[str], command: str, default: T | None = None) -> T:
     """Flags -> dataclass; the class's docstring is the help text. tyro names the nearest flag to a wrong one."""
@@ -26,7 +29,7 @@ def config_from(argv: list[str]) -> tuple[Config, list[str]]:
     Returns it and the arguments without the file.
     """
     file = argv[0] if argv and not argv[0].startswith("-") else None
-    rest = argv[1:] if file is not None else argv
+    rest = [SHORT.get(word, word) for word in (argv[1:] if file is not None else argv)]
     config = load_config(file, _flag_value(rest, "--model.name"))
     _refuse_unknown_flags(rest, config)
     return config, rest

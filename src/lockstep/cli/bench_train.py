@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 from rich.progress import Progress
 
+from lockstep.bench.plot import plot_timings
 from lockstep.bench.train import Timing, bench_train
 from lockstep.cli.arguments import config_from, parse, sections
 from lockstep.cli.tables import console, new_table
@@ -42,6 +43,8 @@ class BenchTrainArguments:
     """Untimed steps before."""
     csv: str | None = None
     """Write one line per strategy to this file."""
+    plot: str | None = None
+    """Draw step times, split into work and exposed communication, to this file (.png, .svg or .pdf)."""
     model: Model = field(default_factory=CNN)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
@@ -62,6 +65,8 @@ def main(argv: list[str]) -> int:
         print_timings(timings)
         if arguments.csv is not None:
             write_csv(timings, Path(arguments.csv))
+        if arguments.plot is not None:
+            plot_timings(timings, Path(arguments.plot))
     return 0
 
 
@@ -92,7 +97,7 @@ def print_timings(timings: list[Timing]) -> None:
             f"{t.flops_per_step / t.median_ms / 1e6:.1f}",
             f"{t.exposed_share * t.median_ms:.2f}",
             f"{100 * t.exposed_share:.0f}",
-            str(t.collectives),
+            f"{t.collectives:.1f}",
             f"{t.wire_mb:.2f}",
             f"{t.peak_mib:.1f}",
         )

@@ -51,14 +51,15 @@ def print_demo(rows: list[DemoRow], seconds: float) -> None:
         ("Δ weights", "equal"),
     )
     for row in rows:
+        timing = row.timing
         table.add_row(
-            row.strategy,
-            f"{row.samples_per_s:,.0f}",
-            f"{row.step_ms:.1f}",
-            f"{100 * row.exposed_share:.0f}",
-            f"{row.collectives:.1f}",
-            f"{row.megabytes:.3f}",
-            f"{row.peak_mib:.1f}",
+            timing.strategy,
+            f"{timing.samples_per_s:,.0f}",
+            f"{timing.median_ms:.1f}",
+            f"{100 * timing.exposed_share:.0f}",
+            f"{timing.collectives:.1f}",
+            f"{timing.wire_mb:.3f}",
+            f"{timing.peak_mib:.1f}",
             f"{row.accuracy:.1%}",
             f"{row.difference:.0e}",
             ("[green]✓[/]" if row.passed else "[red]✗[/]") if row.equal else "≈",
