@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -46,6 +47,17 @@ def test_shard_batch_cuts_any_nest_into_shares_of_nearly_one_size(rows: int, wor
     assert all((s["rest"][1][0] == 3 * s["x"]).all() for s in shares)
     sizes = [len(s["x"]) for s in shares]
     assert max(sizes) - min(sizes) <= 1
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_shard_batch_keeps_named_tuples() -> None:
+    pair = shard_batch(Pair(torch.arange(4), torch.arange(4)), 1, 2)
+    assert isinstance(pair, Pair)
+    assert pair.y.tolist() == [2, 3]
 
 
 def test_shard_batch_refuses_what_it_cannot_cut() -> None:
@@ -269,6 +281,26 @@ def test_a_broken_off_download_goes_on_where_it_stopped(
     fetch(RemoteFile(server[0], GOOD), tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server[1] == [f"bytes={have}-"]
+
+
+class BreakingServer(RangeServer):
+    """Promises everything, sends half, hangs up."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(CONTENT)))
+        self.end_headers()
+        self.wfile.write(CONTENT[: len(CONTENT) // 2])
+
+
+def test_a_connection_that_breaks_keeps_what_it_brought(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), BreakingServer) as httpd:
+        threading.Thread(target=functools.partial(httpd.serve_forever, 0.05), daemon=True).start()
+        url = f"http://127.0.0.1:{httpd.server_address[1]}/file"
+        with pytest.raises(UserError, match="could not be downloaded"):
+            fetch(RemoteFile(url, GOOD), tmp_path / "file")
+        httpd.shutdown()
+    assert (tmp_path / "file.part").read_bytes() == CONTENT[: len(CONTENT) // 2]
 
 
 def test_wrong_bytes_are_discarded(tmp_path: Path, server: tuple[str, list[str | None]]) -> None:

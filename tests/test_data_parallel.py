@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -93,6 +94,48 @@ def wrapped_twice(world: World) -> int:
     return ledger.traffic().collectives
 
 
+def abandoned_step(world: World) -> float:
+    """A step begun and given up with zero_grad leaves nothing behind."""
+    worst = 0.0
+    x = torch.full((2, 6), 1.0 + world.rank, dtype=torch.float64)
+    for mode in MODES:
+        model, fresh = (DataParallel(make_model(), sync=mode) for _ in range(2))
+        model(x).sum().backward()
+        model.zero_grad()
+        for m in (model, fresh):
+            m(x).square().sum().backward()
+            m.finish_gradient_synchronization()
+        pairs = zip(model.parameters(), fresh.parameters(), strict=True)
+        worst = max([worst, *(float((a.grad - b.grad).abs().max()) for a, b in pairs)])
+    return worst
+
+
+def leaks(world: World) -> bool:
+    module = make_model()
+    wrapped = DataParallel(module)
+    bucket = weakref.ref(wrapped.buckets[0])
+    del wrapped
+    gc.collect()
+    return bucket() is not None
+
+
+def skipped_steps_are_forgotten(world: World) -> dict[str, bool]:
+    """After `forget_step` error feedback remembers what it did before the step."""
+    same = {}
+    for compression in ("topk", "powersgd"):
+        model = DataParallel(make_model(), compression=compression, topk_ratio=0.2, powersgd_rank=1)
+        states = []
+        for scale in (1.0, float("nan"), 2.0):
+            model.zero_grad()
+            (model(torch.ones(2, 6, dtype=torch.float64)).square().sum() * scale).backward()
+            model.finish_gradient_synchronization()
+            if scale != 1.0:
+                model.forget_step()
+            states.append(model.reducer_state()[0]["residual"].clone())
+        same[compression] = all(torch.equal(s, states[0]) for s in states)
+    return same
+
+
 def different_models(world: World) -> str:
     try:
         DataParallel(nn.Linear(3, 2 + world.rank))
@@ -171,6 +214,9 @@ def everything(world: World) -> dict[str, Any]:
         "forgotten": forgotten_finish(world),
         "twice": wrapped_twice(world),
         "different": different_models(world),
+        "abandoned": abandoned_step(world),
+        "leaks": leaks(world),
+        "forgotten steps": skipped_steps_are_forgotten(world),
         "laws": compression_laws(world),
         "poison": a_skipped_step_leaves_no_poison(world),
         "unused": unused_with_feedback(world),
@@ -203,6 +249,18 @@ def test_a_forgotten_finish_trains_nothing(found: list[dict]) -> None:
 
 def test_a_module_can_be_wrapped_again(found: list[dict]) -> None:
     assert [f["twice"] for f in found] == [4, 4, 4]
+
+
+def test_an_abandoned_step_leaves_nothing_behind(found: list[dict]) -> None:
+    assert all(f["abandoned"] == 0 for f in found)
+
+
+def test_a_discarded_wrapper_frees_its_buckets(found: list[dict]) -> None:
+    assert not any(f["leaks"] for f in found)
+
+
+def test_error_feedback_forgets_skipped_steps(found: list[dict]) -> None:
+    assert all(f["forgotten steps"] == {"topk": True, "powersgd": True} for f in found)
 
 
 def test_different_models_are_refused_on_every_rank(found: list[dict]) -> None:

@@ -117,6 +117,16 @@ def run_twice(model: nn.Module, rank: int) -> None:
         loss.backward()
 
 
+def run_twice_differently(model: nn.Module, rank: int) -> None:
+    """The second backward touches parameters of the first on some ranks only."""
+    for used in (0, rank):
+        model(data(rank, 3, 4), used).square().sum().backward()
+
+
+def run_create_graph(model: nn.Module, rank: int) -> None:
+    model(data(rank, 3, 4)).square().sum().backward(create_graph=True)
+
+
 def run_no_sync(model: nn.Module, rank: int) -> None:
     for i in range(3):
         quiet = i < 2 and hasattr(model, "no_sync")
@@ -157,6 +167,8 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], None]
     "unused": (Branches, run_branches, True),
     "no_sync": (two_layers, run_no_sync, True),
     "several backwards": (two_layers, run_twice, False),
+    "several backwards, unused": (Branches, run_twice_differently, False),
+    "create_graph": (two_layers, run_create_graph, False),
     "sync, no_sync, sync": (two_layers, run_synced_then_not, True),
     "mixed dtypes": (MixedTypes, run_once, True),
     "sparse": (SparseRows, run_rows, False),
@@ -169,7 +181,9 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], None]
 
 
 def gradients(model: nn.Module) -> Grads:
-    return {n: None if p.grad is None else p.grad.to_dense().double().clone() for n, p in model.named_parameters()}
+    return {
+        n: None if p.grad is None else p.grad.detach().to_dense().double().clone() for n, p in model.named_parameters()
+    }
 
 
 def mean_of_ranks(local: Grads) -> Grads:

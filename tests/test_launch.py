@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import UserError
-from lockstep.launch import Launch, RankError, _first_host, run_on_ranks
+from lockstep.errors import RankError, UserError
+from lockstep.launch import Launch, _first_host, _tasks_on_this_node, run_on_ranks
 from lockstep.world import ParallelDims, World, choose_device, share_gpu_environment
 from tests.ranks import on_ranks
 
@@ -167,6 +167,11 @@ def test_sruns_ranks_are_adopted(script: str) -> None:
 
 def test_the_first_host_of_a_slurm_node_list() -> None:
     assert [_first_host(n) for n in ("n1", "n1,n2", "gpu[03-05,9],x", "a[7],b")] == ["n1", "n1", "gpu03", "a7"]
+
+
+def test_uneven_tasks_per_slurm_node() -> None:
+    slurm = {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+    assert [_tasks_on_this_node({**slurm, "SLURM_NODEID": str(n)}) for n in range(3)] == [4, 4, 3]
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import CNN, GPT, Config, Data, Parallel, Train, load_config
+from lockstep.config import CNN, GPT, Config, Data, Parallel, ResNet, Train, load_config
 from lockstep.data import Batch, build_data
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
@@ -51,6 +51,10 @@ def train_several(world: World) -> dict[str, Any]:
     for precision in ("fp32", "bf16", "fp16"):
         config = replace(base, train=replace(base.train, precision=precision))
         runs[precision] = train(world, config, quiet=True).losses
+    resnet = ResNet(width=4)  # BatchNorm, and shares of one sample
+    runs["resnet"] = train(
+        world, replace(short(batch_size=3, steps=3, accumulation=2), model=resnet), quiet=True
+    ).losses
     tiny = replace(base, train=replace(base.train, batch_size=1, steps=3))
     runs["batch 1"] = train(world, tiny, quiet=True).losses
     runs["state"] = {name: resumes_alike(world, name) for name in ("bucketed+powersgd", "ddp", "local_sgd+diloco")}
@@ -155,6 +159,7 @@ def test_all_ranks_report_one_loss(runs: list[dict[str, Any]]) -> None:
 
 def test_a_batch_smaller_than_the_world_trains(runs: list[dict[str, Any]]) -> None:
     assert len(runs[0]["batch 1"]) == 3
+    assert len(runs[0]["resnet"]) == 3
 
 
 def test_a_loaded_state_goes_on_as_if_never_stopped(runs: list[dict[str, Any]]) -> None:

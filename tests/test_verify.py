@@ -170,7 +170,7 @@ def test_senseless_requests_are_refused() -> None:
 
 def test_closed_forms_by_hand() -> None:
     # 4-byte elements; first bucket closes at a third of 1 MiB, later ones at 1 MiB = 262144 elements.
-    assert bucket_sizes([200_000, 100_000, 90_000], 4, 1.0) == [[90_000], [100_000, 200_000]]
+    assert bucket_sizes([200_000, 100_000, 90_000], 4, 1.0, 1 / 3) == [[90_000], [100_000, 200_000]]
     assert powersgd_elements((64, 32), 2) == (192, True)
     assert powersgd_elements((3, 2), 2) == (6, False)
     assert powersgd_elements((8, 4, 3, 3), 1) == (44, True)

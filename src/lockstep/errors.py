@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend."""
+"""The exceptions that reach the person at the keyboard."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     Commands print it as one line without a traceback, from whichever rank it comes.
     """
+
+
+class RankError(RuntimeError):
+    """A rank failed. The message is the first failing rank's own traceback."""

@@ -13,8 +13,8 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lockstep.errors import UserError
+from lockstep.errors import RankError, UserError
 from lockstep.world import DeviceChoice, World, choose_device, join_world
 
 
@@ -43,10 +43,6 @@ class Launch:
     """Seconds after which a missing or silent rank is an error."""
 
 
-class RankError(RuntimeError):
-    """A rank failed. The message is the first failing rank's own traceback."""
-
-
 def run_on_ranks(function: Callable[..., Any], *args: Any, launch: Launch, default_nproc: int = 1) -> list[Any]:
     """Run `function(world, *args)` on every rank; return the results of this machine's ranks in rank order.
 
@@ -62,11 +58,20 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, launch: Launch, defau
     nproc = launch.nproc if launch.nproc is not None else default_nproc
     if nproc < 1:
         raise UserError(f"--nproc is {nproc}, but it must be 1 or more")
+    chosen = launch.nproc is not None or launch.device != "auto" or launch.share_gpu
+    if not chosen and 0 < torch.cuda.device_count() < nproc:
+        print(f"{nproc} ranks on the CPU: there are fewer GPUs here (--share-gpu lets ranks share one)")
+        launch = replace(launch, device="cpu")
     choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
     if nproc == 1:
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
     return _start_ranks(function, args, launch, nproc)
+
+
+def available_cores() -> int:
+    """Cores that this process may use, which a container or `taskset` may have limited."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
 
 
 def adopt_environment() -> bool:
@@ -81,12 +86,21 @@ def adopt_environment() -> bool:
         RANK=slurm["SLURM_PROCID"],
         WORLD_SIZE=slurm["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=slurm["SLURM_LOCALID"],
-        LOCAL_WORLD_SIZE=slurm.get("SLURM_STEP_TASKS_PER_NODE", slurm["SLURM_STEP_NUM_TASKS"]).split("(")[0],
+        LOCAL_WORLD_SIZE=str(_tasks_on_this_node(slurm)),
     )
     os.environ.setdefault("MASTER_ADDR", first_host)
     # All ranks of the job must name the same free port without talking: derive it from the job's number.
     os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm.get("SLURM_JOB_ID", "0")) % 20000))
     return True
+
+
+def _tasks_on_this_node(slurm: Mapping[str, str]) -> int:
+    """`4(x2),3`: four tasks on each of two nodes, then three."""
+    per_node: list[int] = []
+    for part in slurm.get("SLURM_STEP_TASKS_PER_NODE", slurm["SLURM_STEP_NUM_TASKS"]).split(","):
+        tasks, _, nodes = part.rstrip(")").partition("(x")
+        per_node += [int(tasks)] * int(nodes or 1)
+    return per_node[min(int(slurm.get("SLURM_NODEID", "0")), len(per_node) - 1)]
 
 
 def _first_host(nodelist: str) -> str:
@@ -111,8 +125,8 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     defaults = {  # inherited by the ranks; what the user has set wins
-        "OMP_NUM_THREADS": str(max(1, (psutil.cpu_count() or 1) // nproc)),
-        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
@@ -160,6 +174,8 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() == 1:  # it was gone before we asked
+            sys.exit("the launcher is gone")
 
 
 def _explain(error: ChildFailedError) -> Exception:

@@ -70,7 +70,11 @@ def join_world(
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if not 0 <= rank < size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE is {size}, but ranks go from 0 to WORLD_SIZE - 1")
-    torch_device = choose_device(device, local_rank, local_size, share_gpu)
+    if "SLURM_GPUS_PER_TASK" in os.environ:  # each task sees its own GPUs only
+        local_rank_on_gpus, local_size = 0, 1
+    else:
+        local_rank_on_gpus = local_rank
+    torch_device = choose_device(device, local_rank_on_gpus, local_size, share_gpu)
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
     if size == 1 and "RANK" not in os.environ:

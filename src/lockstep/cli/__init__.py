@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 
-from lockstep.errors import UserError
+from lockstep.errors import RankError, UserError
 
 COMMANDS = {  # name -> (module, what it answers)
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
@@ -54,9 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except OSError as error:  # a full disk, a missing folder, a forbidden file: the message names it
         return _say(f"error: {error}", 1)
-    except RuntimeError as error:
-        if type(error).__name__ != "RankError":
-            raise
+    except RankError as error:
         return _say(f"error: {error}", 1)
 
 

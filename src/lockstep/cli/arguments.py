@@ -29,10 +29,15 @@ def config_from(argv: list[str]) -> tuple[Config, list[str]]:
     Returns it and the arguments without the file.
     """
     file = argv[0] if argv and not argv[0].startswith("-") else None
-    rest = [SHORT.get(word, word) for word in (argv[1:] if file is not None else argv)]
+    rest = [_spelt_out(word) for word in (argv[1:] if file is not None else argv)]
     config = load_config(file, _flag_value(rest, "--model.name"))
     _refuse_unknown_flags(rest, config)
     return config, rest
+
+
+def _spelt_out(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return SHORT.get(flag, flag) + equals + value
 
 
 def _refuse_unknown_flags(argv: list[str], config: Config) -> None:

@@ -5,14 +5,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import psutil
 import tyro
 
 from lockstep.cli.arguments import parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.demo import DemoRow, demo
 from lockstep.errors import UserError
-from lockstep.launch import Launch, run_on_ranks
+from lockstep.launch import Launch, available_cores, run_on_ranks
 
 
 @dataclass
@@ -65,7 +64,7 @@ def print_demo(rows: list[DemoRow], seconds: float) -> None:
             ("[green]✓[/]" if row.passed else "[red]✗[/]") if row.equal else "≈",
         )
     screen.print(table)
-    cores = psutil.cpu_count() or 1
+    cores = available_cores()
     screen.print(
         "calls: collectives. peak: tensors held at once by one rank. Δ weights: largest difference of\n"
         "a weight to one process. ✓ equal to 1e-10, ≈ not equal by nature (compression, local SGD).\n"

@@ -79,7 +79,10 @@ STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "count")
 
 @dataclass
 class Traffic:
-    """What one rank sent for the model in one step; the step's own count and loss, 8 and 16 bytes, left out."""
+    """What one rank sent for the model in one step.
+
+    Left out are the step's own few bytes: the count (8), the loss (16) and, in local SGD, the agreement to step (4).
+    """
 
     collectives: int
     wire_bytes: float
@@ -113,10 +116,6 @@ class Ledger:
     def exposed_seconds(self, *purposes: str) -> float:
         """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""
         return self._union((e.wait_started, e.wait_ended) for e in self.of(*(purposes or STEP_PURPOSES)))
-
-    def communication_seconds(self) -> float:
-        """Time in which anything was on its way, hidden or not."""
-        return self._union((e.issued, e.ended or e.wait_ended) for e in self.of(*STEP_PURPOSES))
 
     def _union(self, intervals: Iterator[tuple[Mark | None, Mark | None]]) -> float:
         started = self.started

@@ -16,17 +16,19 @@ from lockstep.comm.ledger import Entry, active_ledger, mark
 class ObservedGroup(dist.ProcessGroup):
     """Delegates to `inner`, noting what is issued. The engine waits in C++, out of sight: see `waits_until_now`."""
 
-    def __init__(self, inner: dist.ProcessGroup) -> None:
+    def __init__(self, inner: dist.ProcessGroup, broadcasts: str) -> None:
+        """`broadcasts`: the purpose of the engine's broadcasts, which do not say what they are for."""
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
-        self.inner = inner
+        self.inner, self.broadcasts = inner, broadcasts
         self._open: list[Entry] = []
 
-    def _note(self, operation: str, nbytes: int, work: dist.Work, device: torch.device) -> dist.Work:
+    def _note(self, operation: str, purpose: str, tensors: list[torch.Tensor], work: dist.Work) -> dist.Work:
         ledger = active_ledger()
         if ledger is not None:
-            entry = ledger.add(operation, "gradients", self.size(), nbytes)
-            self._open.append(entry)
-            if device.type == "cpu":
+            entry = ledger.add(operation, purpose, self.size(), sum(t.nbytes for t in tensors))
+            if purpose == "gradients":
+                self._open.append(entry)
+            if tensors[0].device.type == "cpu":
                 note_end(work, entry)
         return work
 
@@ -42,13 +44,12 @@ class ObservedGroup(dist.ProcessGroup):
         self._open = []
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        work = self.inner.allreduce(tensors, opts)
-        return self._note("all_reduce", sum(t.nbytes for t in tensors), work, tensors[0].device)
-
-    # Set-up and buffers, which are not the step's gradients.
+        return self._note("all_reduce", "gradients", tensors, self.inner.allreduce(tensors, opts))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self.inner.broadcast(tensors, opts)
+        return self._note("broadcast", self.broadcasts, tensors, self.inner.broadcast(tensors, opts))
+
+    # Set-up only.
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self.inner.allgather(outputs, inputs, opts)

@@ -81,8 +81,8 @@ class Data:
     name: Literal["synthetic", "digits", "mnist", "cifar10", "text"] = "digits"
     kind: Literal["images", "tokens", "regression"] | None = None
     """Kind of synthetic data. None: what the model reads."""
-    path: str = "datasets"
-    """Folder of the downloaded sets; for text, the file or folder to read (default: Python's own sources)."""
+    path: str | None = None
+    """Folder of mnist and cifar10 (None: datasets); for text, the file or folder to read (None: Python's sources)."""
     download: bool = True
     """Fetch mnist or cifar10 when its files are not there."""
     samples: int = 4096
@@ -101,7 +101,7 @@ class Train:
 
     epochs: int = 10
     steps: int | None = None
-    """Stop after this many steps, whatever `epochs` says."""
+    """Take this many steps, whatever `epochs` says."""
     batch_size: int = 128
     """The GLOBAL batch: samples of one optimizer step, over all ranks and micro-batches."""
     accumulation: int = 1
@@ -126,6 +126,7 @@ class Train:
     compile: bool = False
     """Compile the model with torch.compile."""
     seed: int = 0
+    """The same seed gives the same run: bit by bit on the CPU, up to the order of atomic additions on a GPU."""
     evaluate_every: int = 1
     """Epochs between evaluations on the test set; 0: only at the end."""
     log_every: int = 10

@@ -32,7 +32,7 @@ SETS_BY_KIND = {
 
 def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
     """The data set that the config names, in the form that its model reads."""
-    data, path = config.data, Path(config.data.path)
+    data, path = config.data, Path(config.data.path or "datasets")
     context = config.model.context if isinstance(config.model, GPT) else 128
     if data.name == "synthetic":
         dataset = _synthetic(config, context, device)
@@ -43,7 +43,7 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
     elif data.name == "cifar10":
         dataset = load_cifar10(path, data.download)
     else:
-        dataset = load_text(None if data.path == "datasets" else path, context, data.max_bytes)
+        dataset = load_text(None if data.path is None else path, context, data.max_bytes)
     kinds = READS[config.model.name]
     if dataset.spec.kind not in kinds:
         fitting = "; ".join(f"data.name {SETS_BY_KIND[kind]} ({kind})" for kind in kinds)

@@ -31,6 +31,11 @@ class Share:
         start = self.index * base + min(self.index, extra)
         return slice(start, start + base + (self.index < extra))
 
+    def rows_or_filler(self, length: int) -> tuple[slice, bool]:
+        """As `of`; an empty share takes the batch's first row instead, as a filler (True)."""
+        rows = self.of(length)
+        return (slice(0, 1), True) if rows.start == rows.stop else (rows, False)
+
 
 @dataclass
 class Batch:
@@ -57,10 +62,8 @@ class Batch:
 
     def share(self, share: Share) -> "Batch":
         """This share's samples; one filler sample if it has none."""
-        rows = share.of(len(self))
-        if rows.start == rows.stop:
-            return Batch(self.inputs[:1], self.targets[:1], filler=True)
-        return Batch(self.inputs[rows], self.targets[rows], self.filler)
+        rows, filler = share.rows_or_filler(len(self))
+        return Batch(self.inputs[rows], self.targets[rows], self.filler or filler)
 
     def micro_batches(self, count: int) -> list["Batch"]:
         """Exactly `count` micro-batches on every rank, so that all ranks issue the same collectives."""
@@ -93,7 +96,8 @@ def shard_batch(batch: T, rank: int, world_size: int) -> T:
         if isinstance(value, dict):
             return {k: cut(v) for k, v in value.items()}
         if isinstance(value, tuple | list):
-            return type(value)(cut(v) for v in value)
+            parts = [cut(v) for v in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple, or plain
         raise UserError(f"shard_batch cuts tensors and nests of them, but was given a {type(value).__name__}")
 
     result: T = cut(batch)

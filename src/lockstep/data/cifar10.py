@@ -2,6 +2,7 @@
 
 import pickle
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ def load_cifar10(path: Path, download: bool = True) -> DataSet:
 
 
 def _unpack(archive: Path, into: Path) -> None:
+    """Unpack beside the target and move file by file: no half-written batch ever has its final name."""
     try:
-        with tarfile.open(archive) as tar:
-            tar.extractall(into, filter="data")
+        with tempfile.TemporaryDirectory(dir=into) as scratch, tarfile.open(archive) as tar:
+            tar.extractall(scratch, filter="data")
+            (into / FOLDER).mkdir(exist_ok=True)
+            for file in (Path(scratch) / FOLDER).iterdir():
+                file.replace(into / FOLDER / file.name)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UserError(f"{archive} is corrupt or truncated ({error}); delete it to fetch it again") from None
 

@@ -1,6 +1,7 @@
 """Files from their home pages: resumable, checked, never half there under their final name."""
 
 import hashlib
+import http.client
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ class RemoteFile:
 
     url: str
     sha256: str
-    size: int = 0
 
 
 def fetch(remote: RemoteFile, target: Path, timeout: float = 30.0) -> None:
@@ -36,10 +36,13 @@ def fetch(remote: RemoteFile, target: Path, timeout: float = 30.0) -> None:
                 while chunk := answer.read(1 << 16):
                     out.write(chunk)
                     bar.advance(task, len(chunk))
+                    length -= len(chunk)
+            if length > 0:
+                raise ConnectionError(f"the connection broke off {length:,} bytes before the end; try again to go on")
     except urllib.error.HTTPError as error:
         if error.code != 416:  # 416: the part is already the whole file
             raise _cannot_fetch(remote, target, error) from None
-    except OSError as error:  # no network, time-out, full disk; URLError is one too
+    except (OSError, http.client.HTTPException) as error:  # no network, time-out, full disk
         raise _cannot_fetch(remote, target, error) from None
     digest = sha256_of(part)
     if digest != remote.sha256:

@@ -6,7 +6,7 @@ exactly once, the uneven tail included.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,9 +44,5 @@ class Sampler:
 
 def read_share(split: Split, indices: Tensor, share: Share) -> Batch:
     """One rank's samples of the global batch `indices`; a filler if the share is empty."""
-    rows = share.of(len(indices))
-    if rows.start == rows.stop:
-        batch = split.batch(indices[:1])
-        batch.filler = True
-        return batch
-    return split.batch(indices[rows])
+    rows, filler = share.rows_or_filler(len(indices))
+    return replace(split.batch(indices[rows]), filler=filler)

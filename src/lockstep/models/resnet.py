@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
@@ -9,8 +10,17 @@ STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 Norm = Callable[[int], nn.Module]
 
 
+class BatchNorm(nn.BatchNorm2d):
+    """Where a channel has a single value (one image of one pixel) there is no variance: use the running one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.numel() == x.shape[1]:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(x)
+
+
 def batch_norm(channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels)
+    return BatchNorm(channels)
 
 
 def group_norm(channels: int) -> nn.Module:

@@ -4,7 +4,8 @@
 
 The tail holds one number per parameter: 1 where this rank's backward produced a gradient. Summed with the gradients it
 tells how many ranks used the parameter, so that "unused everywhere" (`grad` stays None) and "unused here" (`grad`
-becomes the average) are told apart without a collective of their own.
+becomes the average) are told apart without a collective of their own. The last bucket may carry one number more: 1
+where this rank has gradients that came too late for their bucket.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +20,14 @@ T = TypeVar("T", bound=Tensor)
 
 
 class Bucket:
-    def __init__(self, parameters: list[nn.Parameter], group: Group = None) -> None:
+    def __init__(self, parameters: list[nn.Parameter], group: Group = None, tells_late: bool = False) -> None:
         self.parameters, self.group = parameters, group
         self.scale = 1.0 / group_size(group)
         count = sum(p.numel() for p in parameters)
-        self.buffer = parameters[0].new_zeros(count + len(parameters), requires_grad=False)
-        self.gradients, self.used = self.buffer[:count], self.buffer[count:]
+        self.buffer = parameters[0].new_zeros(count + len(parameters) + tells_late, requires_grad=False)
+        self.gradients, self.flags = self.buffer[:count], self.buffer[count:]
+        self.used, self.late = self.flags[: len(parameters)], self.flags[len(parameters) :]
+        self.has_late_gradients = False
         self.slices: list[slice] = []
         self.views: list[Tensor] = []
         start = 0
@@ -32,10 +35,15 @@ class Bucket:
             self.slices.append(slice(start, start + parameter.numel()))
             self.views.append(_view_like(self.gradients[self.slices[-1]], parameter))
             start += parameter.numel()
-        self.placed = [False] * len(parameters)
-        self.missing = len(parameters)
         self.finish: Callable[[], None] | None = None
         """Set while a reduction is on its way; waits for it."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new round."""
+        self.placed = [False] * len(self.parameters)
+        self.missing = len(self.parameters)
+        self.finish = None
 
     def place(self, index: int) -> None:
         """Move a parameter's gradient into the buffer, divided by the number of ranks in the same pass.
@@ -67,6 +75,7 @@ class Bucket:
     def raise_flags(self) -> None:
         """Write down which gradients are this rank's."""
         self.used.fill_(1.0)
+        self.late.fill_(float(self.has_late_gradients))
         if self.missing:
             for index, placed in enumerate(self.placed):
                 if not placed:
@@ -80,12 +89,19 @@ class Bucket:
         """Wait for the reduction and give each parameter its average; what no rank used keeps `grad=None`."""
         assert self.finish is not None
         self.finish()
-        self.finish = None
         for index, parameter in enumerate(self.parameters):
             if self.placed[index] or bool(self.used[index] > 0):
                 parameter.grad = self.views[index]
-        self.placed = [False] * len(self.parameters)
-        self.missing = len(self.parameters)
+        self.reset()
+
+    def late_parameters(self) -> list[nn.Parameter]:
+        """Parameters that have a gradient although their first one is already in the buffer."""
+        return [p for p, placed in zip(self.parameters, self.placed, strict=True) if placed and p.grad is not None]
+
+    @property
+    def any_rank_is_late(self) -> bool:
+        """After the reduction; only a bucket that `tells_late` knows."""
+        return bool((self.late > 0).any())
 
 
 def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -26,6 +26,9 @@ class Reducer(ABC):
     def start(self, bucket: Bucket) -> Callable[[], None]:
         """Begin; the returned function waits and writes the result into the bucket."""
 
+    def forget_step(self) -> None:
+        """The last step's gradients were not applied: undo what was remembered of them."""
+
     def state(self) -> dict[str, Tensor]:
         """What must survive a checkpoint."""
         return {}
@@ -63,6 +66,10 @@ class ErrorFeedback(Reducer):
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
+        self._before: Tensor | None = None  # the residual before this step, should the step be skipped
+
+    def forget_step(self) -> None:
+        self.residual = self._before
 
     def add_residual(self, bucket: Bucket) -> Tensor:
         """Add what earlier steps kept back. Parameters without a gradient in this step keep theirs for later."""
@@ -74,8 +81,9 @@ class ErrorFeedback(Reducer):
         return self.residual
 
     def keep(self, bucket: Bucket, unsent: Tensor) -> None:
-        """Remember `unsent`. A non-finite step is skipped by everybody and must not poison the next one."""
+        """Remember `unsent`; never NaN, which would poison all steps to come."""
         assert self.residual is not None
+        self._before = self.residual
         for unused in bucket.unused_slices():
             unsent[unused] += self.residual[unused]
         self.residual = unsent.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -100,7 +108,7 @@ class TopK(ErrorFeedback):
         indices = bucket.gradients.abs().topk(k, sorted=False).indices
         values, value_work = all_gather_async(bucket.gradients[indices], "gradients", bucket.group)
         places, place_work = all_gather_async(indices.int(), "gradients", bucket.group)
-        flag_work = all_reduce_async(bucket.used, "flags", bucket.group)
+        flag_work = all_reduce_async(bucket.flags, "flags", bucket.group)
         self.keep(bucket, bucket.gradients.index_fill(0, indices, 0.0))
 
         def finish() -> None:
@@ -138,14 +146,14 @@ class PowerSGD(ErrorFeedback):
                 self.q[i] = q.to(matrix)
         whole = [bucket.gradients[s] for i, s in enumerate(bucket.slices) if i not in matrices]
         products = [matrix @ self.q[i] for i, matrix in matrices.items()]
-        first = torch.cat([t.reshape(-1) for t in (*products, *whole, bucket.used)])
+        first = torch.cat([t.reshape(-1) for t in (*products, *whole, bucket.flags)])
         pending = all_reduce_async(first, "gradients", bucket.group)
 
         def finish() -> None:
             pending.wait()
-            sizes = [t.numel() for t in (*products, *whole, bucket.used)]
+            sizes = [t.numel() for t in (*products, *whole, bucket.flags)]
             parts = list(first.split(sizes))
-            bucket.used.copy_(parts.pop())
+            bucket.flags.copy_(parts.pop())
             ps = [orthonormal(parts.pop(0).view_as(product)) for product in products]
             second = torch.cat(
                 [(m.T @ p).reshape(-1) for m, p in zip(matrices.values(), ps, strict=True)] or [first[:0]]
@@ -159,9 +167,11 @@ class PowerSGD(ErrorFeedback):
             for target, part in zip(whole, parts, strict=True):
                 target.copy_(part)
             # Each rank takes its share of what was sent out of what it had; `scale` is 1 / ranks.
-            self.keep(bucket, before.sub_(bucket.gradients, alpha=bucket.scale))
-            for unsent in (self.residual[s] for i, s in enumerate(bucket.slices) if i not in matrices):  # type: ignore[index]
-                unsent.zero_()
+            unsent = before.sub_(bucket.gradients, alpha=bucket.scale)
+            for i, slice_ in enumerate(bucket.slices):
+                if i not in matrices:  # sent whole
+                    unsent[slice_] = 0
+            self.keep(bucket, unsent)
 
         return finish
 

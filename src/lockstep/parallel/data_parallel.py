@@ -70,13 +70,16 @@ class DataParallel(nn.Module):
         sparse = _sparse_parameters(module)
         self._sparse = [p for p in trainable if p in sparse]
         dense = [p for p in trainable if p not in sparse]
-        self.buckets = [Bucket(group, process_group) for group in self._group(dense, bucket_mb)]
+        make_reducer(compression, topk_ratio, powersgd_rank)  # refuses a wrong name, at world size 1 too
+        groups = self._group(dense, bucket_mb) if self._size > 1 else []
+        self._watches = sync in ("overlap", "bucketed")
+        self.buckets = [Bucket(g, process_group, self._watches and g is groups[-1]) for g in groups]
         self._reducers = [make_reducer(compression, topk_ratio, powersgd_rank) for _ in self.buckets]
         self._launched = 0  # buckets of this round that are on their way: always the first ones
-        if sync in ("overlap", "bucketed") and self._size > 1:
-            for bucket in self.buckets:
+        if self._watches:
+            for number, bucket in enumerate(self.buckets):
                 for index, parameter in enumerate(bucket.parameters):
-                    self._watch(parameter, bucket, index)
+                    self._watch(parameter, number, index)
 
     def _group(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
         if self.sync == "flat":
@@ -92,40 +95,29 @@ class DataParallel(nn.Module):
             broadcast_buffers(self.module, self.group)
         return self.module(*args, **kwargs)
 
-    def _watch(self, parameter: nn.Parameter, bucket: Bucket, index: int) -> None:
+    def _watch(self, parameter: nn.Parameter, number: int, index: int) -> None:
         """Have autograd call us each time it has added to a parameter's gradient.
 
         The hook refers to the wrapper weakly: a module outlives a wrapper that is thrown away, and its hooks with it.
         """
         weak_self = weakref.ref(self)
 
+        @torch.no_grad()
         def gradient_is_there(_: Tensor) -> None:
             wrapper = weak_self()
-            if wrapper is None:
+            if wrapper is None or not wrapper._synchronizing:
                 return
-            if bucket.placed[index]:
-                wrapper._add_to_the_mean(parameter)
-            if wrapper._synchronizing:
+            bucket = wrapper.buckets[number]
+            if not bucket.placed[index]:  # else it came late: see `_close_round`
                 bucket.place(index)
                 if bucket.missing == 0:
                     wrapper._launch_full_buckets()
 
         parameter.register_post_accumulate_grad_hook(gradient_is_there)
 
-    def _add_to_the_mean(self, parameter: nn.Parameter) -> None:
-        """A second gradient in one step (several backwards, or re-entrant checkpointing), the first already on its way.
-
-        Close the round of the first, then add the second to its mean: the mean over the ranks of
-        (mean of the first + own second) is the mean of both.
-        """
-        second, parameter.grad = parameter.grad, None
-        self._close_round()
-        assert parameter.grad is not None
-        assert second is not None
-        parameter.grad.add_(second)
-
     def _launch_full_buckets(self) -> None:
-        while self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
+        """In order, as far as they are full; the last one leaves in `finish_gradient_synchronization` only."""
+        while self._launched < len(self.buckets) - 1 and self.buckets[self._launched].missing == 0:
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -141,12 +133,24 @@ class DataParallel(nn.Module):
         """Make every `p.grad` the mean over the ranks. Every rank must call it, once per step."""
         if self._size == 1 or not self._synchronizing:
             return
-        self._close_round()
+        while self._close_round():
+            pass
         for parameter in self._sparse:
             average_sparse_gradient(parameter, self.group)
 
-    def _close_round(self) -> None:
-        """Send what has not left yet, wait for everything, begin a new round."""
+    def _close_round(self) -> bool:
+        """Send what has not left yet and wait for everything. True if some rank needs another round.
+
+        A gradient comes late if its parameter's first is already in the bucket: after a second backward, or with
+        re-entrant checkpointing. It then stands alone in `p.grad`. The last bucket tells all ranks whether any has
+        such a one; if so, each adds its own to the mean, and the next round averages again: the mean over the ranks
+        of (mean of the first + own late one) is the mean of both.
+        """
+        late = [(p, p.grad) for bucket in self.buckets for p in bucket.late_parameters()]
+        for parameter, _ in late:
+            parameter.grad = None
+        if self.buckets:
+            self.buckets[-1].has_late_gradients = bool(late)
         while self._launched < len(self.buckets):
             self.buckets[self._launched].place_rest()
             self._launch_next()
@@ -156,6 +160,20 @@ class DataParallel(nn.Module):
             for bucket in self.buckets:
                 bucket.hand_over()
         self._launched = 0
+        for parameter, gradient in late:
+            assert parameter.grad is not None
+            assert gradient is not None
+            parameter.grad.add_(gradient)
+        return bool(self.buckets) and self.buckets[-1].any_rank_is_late
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the module's; also drops a step that was begun and not finished."""
+        for bucket in self.buckets:
+            if bucket.finish is not None:
+                bucket.finish()
+            bucket.reset()
+        self._launched = 0
+        super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -171,6 +189,11 @@ class DataParallel(nn.Module):
     def reducer_state(self) -> list[dict[str, Tensor]]:
         """What compression remembers, per bucket."""
         return [reducer.state() for reducer in self._reducers]
+
+    def forget_step(self) -> None:
+        """The step was skipped: compression takes back what it remembered of its gradients."""
+        for reducer in self._reducers:
+            reducer.forget_step()
 
     def load_reducer_state(self, states: list[dict[str, Tensor]]) -> None:
         for reducer, state in zip(self._reducers, states, strict=True):

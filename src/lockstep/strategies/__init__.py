@@ -23,6 +23,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "local_sgd": LocalSGD,
 }
 
+COMPRESSIBLE = ("naive", "flat", "overlap", "bucketed")
+
 VARIANTS = ("bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd", "local_sgd+diloco")
 """Options of a strategy that comparisons list as rows of their own."""
 
@@ -39,7 +41,7 @@ def strategy_named(
         return chosen
     if option == "diloco" and base == "local_sgd":
         return replace(chosen, outer_lr=chosen.outer_lr or 0.7)
-    if option in COMPRESSIONS and base in ("naive", "flat", "overlap", "bucketed"):
+    if option in COMPRESSIONS and base in COMPRESSIBLE:
         return replace(chosen, compression=cast(Any, option))
     raise UserError(f"strategy {name!r} does not exist; options of a strategy are {', '.join(VARIANTS)}")
 
@@ -55,6 +57,11 @@ def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
 def make_strategy(world: World, parallel: Parallel, options: StepOptions) -> Strategy:
     if parallel.data not in STRATEGIES:
         raise UserError(f"parallel.data is {parallel.data!r}, but it must be one of {', '.join(STRATEGIES)}")
+    if parallel.compression != "none" and parallel.data not in COMPRESSIBLE:
+        raise UserError(
+            f"parallel.compression {parallel.compression} does not go with parallel.data {parallel.data}; "
+            f"use {', '.join(COMPRESSIBLE)}"
+        )
     return STRATEGIES[parallel.data](world, parallel, options)
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Pending, all_gather_objects, all_reduce_async
+from lockstep.comm.collectives import Group, Pending, all_gather_objects, all_reduce_async
 from lockstep.comm.ledger import Ledger, Mark, mark, recording, seconds_between
 from lockstep.config import Parallel
 from lockstep.data import Batch, Share
 from lockstep.models.loss import LossSum, correct_count
+from lockstep.parallel.data_parallel import broadcast_buffers
 from lockstep.world import ParallelDims, World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -57,7 +58,7 @@ class Totals:
 
 @dataclass
 class StepResult:
-    """What one step did. Reading `loss` or `accuracy` waits for the device; a loop that does not read does not wait."""
+    """What one step did. `loss` and `accuracy` are on their way until somebody reads them."""
 
     totals: Totals
     grad_norm: Tensor
@@ -113,6 +114,8 @@ class Strategy(ABC):
     def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
         self.world, self.parallel, self.options = world, parallel, options
         self.dims = ParallelDims().resolve(world.size)
+        self.data_group: Group = None
+        """The ranks that the global batch is cut among; None: all."""
         self.ledger = Ledger(world.device)
         self.phases = Phases(world.device)
         self.dtype = DTYPES[options.precision]
@@ -140,8 +143,17 @@ class Strategy(ABC):
     def after_optimizer_step(self) -> None:
         """For strategies that synchronize something else than gradients."""
 
+    def on_skip(self) -> None:
+        """The step was not taken: undo what it left behind."""
+
     def finish(self) -> None:
-        """After the last step: make sure that all ranks hold the same weights."""
+        """After the last step: make sure that all ranks hold the same weights and buffers."""
+        self.synchronize_buffers()
+
+    def synchronize_buffers(self) -> None:
+        """Running statistics (BatchNorm) are each rank's own after a step: take the first rank's."""
+        if self.dims.data > 1:
+            broadcast_buffers(self.model, self.data_group)
 
     def agree_finite(self, finite: bool) -> bool:
         """Whether all ranks may take the step. Averaged gradients are finite on all ranks or on none."""
@@ -170,6 +182,8 @@ class Strategy(ABC):
             if applied:
                 with self.phases("backward"):
                     self.after_optimizer_step()
+            else:
+                self.on_skip()
         return StepResult(totals, norm, skipped=not applied)
 
     def accumulate_gradients(self, batch: Batch, synchronize: bool = True) -> Totals:
@@ -178,9 +192,9 @@ class Strategy(ABC):
         count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=self.world.device)
         counting = self._sum_over_data_ranks(count, "count")
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for index in range(self.options.accumulation):
-            micro_batch = batch.share(Share(index, self.options.accumulation))
+        for index, micro_batch in enumerate(batch.micro_batches(self.options.accumulation)):
             last = synchronize and index == self.options.accumulation - 1
+            self.model.train(not micro_batch.filler)  # a filler leaves running statistics alone
             with self.gradient_sync(last):
                 with self.phases("forward"), self._autocast():
                     outputs = self.module(micro_batch.inputs)
@@ -191,6 +205,7 @@ class Strategy(ABC):
                     self._backward(loss_sum, micro_batch, count)
                 if not micro_batch.filler:
                     sums += torch.stack((loss_sum.detach().double(), correct_count(outputs, micro_batch).double()))
+        self.model.train()
         return Totals(sums, count, self._sum_over_data_ranks(sums, "loss"))
 
     def _backward(self, loss_sum: Tensor, micro_batch: Batch, count: Tensor) -> None:
@@ -203,7 +218,7 @@ class Strategy(ABC):
         loss.backward()
 
     def _sum_over_data_ranks(self, tensor: Tensor, purpose: str) -> Pending:
-        return all_reduce_async(tensor, purpose) if self.dims.data > 1 else Pending(None)
+        return all_reduce_async(tensor, purpose, self.data_group) if self.dims.data > 1 else Pending(None)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.options.precision in ("bf16", "fp16"):
@@ -221,8 +236,8 @@ class Strategy(ABC):
             if self.options.clip_norm is not None:
                 self.clip_gradients(norm, self.options.clip_norm)
             self.optimizer.step()
-        if self.scaler is not None:
-            self.scaler.update()
+        if self.scaler is not None:  # on a skipped step all ranks halve it alike, whoever overflowed
+            self.scaler.update(None if applied else self.scaler.get_scale() * 0.5)
         return norm, applied
 
     def gradient_norm(self) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config import Parallel
+from lockstep.errors import UserError
 from lockstep.parallel import DataParallel
 from lockstep.parallel.data_parallel import Sync
 from lockstep.strategies.base import MakeOptimizer, StepOptions, Strategy
@@ -19,6 +20,11 @@ class HandWritten(Strategy):
     def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
         super().__init__(world, parallel, options)
         self.equal_to_one_process = parallel.compression == "none"
+        if options.precision == "fp16" and parallel.compression in ("topk", "powersgd"):
+            raise UserError(
+                f"parallel.compression {parallel.compression} does not go with train.precision fp16: what it keeps for "
+                f"the next step would be in the units of another loss scale; use bf16"
+            )
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = self.place(model)
@@ -37,6 +43,9 @@ class HandWritten(Strategy):
 
     def finish_gradients(self) -> None:
         self.module.finish_gradient_synchronization()
+
+    def on_skip(self) -> None:
+        self.module.forget_step()
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "reducers": self.module.reducer_state()}

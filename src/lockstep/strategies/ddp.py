@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.observe import ObservedGroup
-from lockstep.errors import UserError
 from lockstep.strategies.base import MakeOptimizer, Strategy
 
 DEFAULT_BUCKET_MB = 25.0
@@ -21,14 +20,10 @@ class DDP(Strategy):
         self.optimizer = make_optimizer(self.trainable())
         if self.world.size == 1 or not self.trainable():
             return
-        if self.parallel.compression != "none":
-            raise UserError(
-                f"parallel.compression {self.parallel.compression} does not go with parallel.data ddp; "
-                f"use naive, flat, overlap or bucketed"
-            )
         default = dist.group.WORLD
         assert default is not None
-        self.group = ObservedGroup(default)
+        # Without buffers, DDP broadcasts only once: rank 0's order of buckets, after the first step.
+        self.group = ObservedGroup(default, broadcasts="buffers" if any(True for _ in model.buffers()) else "setup")
         self.module = DistributedDataParallel(
             self.model,
             process_group=self.group,

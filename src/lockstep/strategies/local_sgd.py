@@ -27,7 +27,8 @@ class LocalSGD(Strategy):
         self.averager.after_step()
 
     def finish(self) -> None:
-        self.averager.meet()
+        if self.averager.steps % self.averager.every:
+            self.averager.meet()
 
     def agree_finite(self, finite: bool) -> bool:
         """Gradients are each rank's own here: one NaN must stop all, or the ranks would meet at different steps."""

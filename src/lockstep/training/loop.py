@@ -3,6 +3,7 @@
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,20 @@ def step_options(config: Config, dataset: DataSet) -> StepOptions:
 
 
 def load_data(world: World, config: Config) -> DataSet:
-    """Build the data set; on each machine the first rank goes first, so that one download serves all."""
-    if world.size > 1 and world.local_rank > 0:
-        dist.barrier()
-    dataset = build_data(config, world.device)
-    if world.size > 1 and world.local_rank == 0:
-        dist.barrier()
+    """Build the data set in three turns, so that one download serves all: rank 0, the first rank of every other
+    machine (its disk may be another), the rest. A download may take longer than a collective's time-out.
+    """
+    if world.size == 1:
+        return build_data(config, world.device)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    turn = 0 if world.is_main else 1 if world.local_rank == 0 else 2
+    dataset = None
+    for current in range(3):
+        if current == turn:
+            dataset = build_data(config, world.device)
+        dist.barrier(group=patient)
+    dist.destroy_process_group(patient)
+    assert dataset is not None
     return dataset
 
 
@@ -120,12 +129,13 @@ class Run:
         self.console = Console(quiet=quiet)
         self.sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
         planned = config.train.epochs * self.sampler.steps_per_epoch
-        self.total_steps = min(planned, config.train.steps or planned)
+        self.total_steps = config.train.steps or planned
         self.steps_done = 0
         self.skipped_in_a_row = 0
         self.losses: list[float] = []
+        self.is_gpt = isinstance(config.model, GPT)
         self.flops_per_sample = training_flops(strategy.model)
-        self.peak, self.peak_source = peak_flops(world, config.train.precision)
+        self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.is_gpt else (0.0, "")
         self._window_start = time.perf_counter()
         self._window_samples = 0
 
@@ -162,6 +172,9 @@ class Run:
             f"[bold]{config.parallel.data}[/], {world.size} rank{'s' * (world.size > 1)} on {world.device.type} "
             f"({world.backend}), global batch {config.train.batch_size}, {config.train.precision}"
         )
+        if self.is_gpt:
+            peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
+            self.console.print(f"MFU: matrix products of the model, of a peak of {peak}")
 
     def _train_epoch(self, epoch: int, bar: StatusBar) -> None:
         share = self.strategy.batch_share()
@@ -195,7 +208,7 @@ class Run:
             values["accuracy"] = accuracy
             words.append(f"acc {accuracy:.1%}")
         values |= {"grad_norm": float(result.grad_norm), "samples_per_s": samples_per_second}
-        if isinstance(self.config.model, GPT):
+        if self.is_gpt:
             values["tokens_per_s"] = samples_per_second * self.dataset.spec.shape[0]
             values["mfu"] = samples_per_second * self.flops_per_sample / (self.world.size * self.peak)
             words.append(f"{values['tokens_per_s']:,.0f} tokens/s  MFU {values['mfu']:.1%}")
@@ -243,6 +256,7 @@ def evaluate(strategy: Strategy, split: Split) -> tuple[float, float]:
     """(mean loss, accuracy) over `split`."""
     share = strategy.batch_share()
     sums = torch.zeros(3, dtype=torch.float64, device=strategy.world.device)
+    strategy.synchronize_buffers()
     strategy.model.eval()
     for indices in Sampler(len(split), EVALUATION_BATCH, shuffle=False).epoch(0):
         sums += strategy.evaluate(read_share(split, indices, share))

@@ -1,6 +1,7 @@
 """What a run reports: one record per logged step, to metrics.jsonl, to TensorBoard and to the progress bar."""
 
 import json
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,8 @@ class MetricsWriter:
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if self._file is None or self._board is None:
             return
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")  # JSON knows no NaN
         self._file.flush()
         for name, value in values.items():
             if isinstance(value, int | float):

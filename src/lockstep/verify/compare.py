@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Parallel
+from lockstep.data import IGNORED, Batch
 from lockstep.models import build_model
 from lockstep.models.loss import loss_for
 from lockstep.strategies import StepOptions, Strategy
-from lockstep.strategies.single import Single
 from lockstep.training import optimizer_factory
 from lockstep.verify.scenarios import Scenario
 from lockstep.world import World
@@ -60,24 +62,26 @@ class Moment:
 class Reference:
     """One process on the whole global batches of a scenario, computed once and held against every strategy.
 
-    A model too large to remember at every step is trained anew beside each strategy.
+    Plain PyTorch, with nothing of `strategies` in it: the mean loss, one backward, one clip, one optimizer step. A
+    model too large to remember at every step is trained anew beside each strategy.
     """
 
     MEMORY = 256 * 1024 * 1024
 
     def __init__(self, world: World, scenario: Scenario, steps: int, precision: str, optimizer: str) -> None:
         self.world, self.scenario, self.precision = world, scenario, precision
-        self.options = StepOptions(loss_for(scenario.spec.kind), scenario.accumulation, scenario.clip_norm, precision)
+        self.dtype = torch.float64 if precision == "fp64" else torch.float32
         self.make_optimizer = optimizer_factory(scenario.train(optimizer))
         self._restart()
-        model_bytes = sum(p.nbytes for p in self._single.model.parameters())
+        model_bytes = sum(p.nbytes for p in self._model.parameters())
         self._remembers = 2 * steps * model_bytes <= self.MEMORY
         self._moments: list[Moment] = []
-        self.initial = self._single.full_state_dict()
+        self.initial = self._weights()
 
     def _restart(self) -> None:
-        self._single = Single(self.world, Parallel(data="single"), self.options)
-        self._single.prepare(build_model(self.scenario.model, self.scenario.spec, seed=0), self.make_optimizer)
+        model = build_model(self.scenario.model, self.scenario.spec, seed=0)
+        self._model = model.to(self.world.device, self.dtype)
+        self._optimizer = self.make_optimizer(self._model.parameters())
 
     def after(self, step: int) -> Moment:
         """The reference after `step`; steps must be asked for in order, from 0 again for each strategy."""
@@ -85,11 +89,28 @@ class Reference:
             return self._moments[step]
         if step == 0 and not self._remembers:
             self._restart()
-        loss = self._single.step(self.scenario.global_batch(step)).loss
-        moment = Moment(loss, self._single.full_gradients(), self._single.full_state_dict())
+        moment = self._take(self.scenario.global_batch(step).to(self.world.device, self.dtype))
         if self._remembers:
             self._moments.append(moment)
         return moment
+
+    def _take(self, batch: Batch) -> Moment:
+        self._optimizer.zero_grad()
+        outputs, targets = self._model(batch.inputs), batch.targets
+        if self.scenario.spec.kind == "regression":
+            loss = F.mse_loss(outputs, targets)
+        else:
+            loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+        loss.backward()
+        if self.scenario.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self.scenario.clip_norm)
+        named = self._model.named_parameters()
+        gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+        self._optimizer.step()
+        return Moment(loss.item(), gradients, self._weights())
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
 
 
 def compare(
@@ -97,7 +118,8 @@ def compare(
 ) -> tuple[Comparison, Strategy]:
     """Run a strategy beside the reference. Returns the worst differences and the strategy, as it is after the last."""
     world, scenario = reference.world, reference.scenario
-    strategy = strategy_class(world, parallel, reference.options)
+    options = StepOptions(loss_for(scenario.spec.kind), scenario.accumulation, scenario.clip_norm, reference.precision)
+    strategy = strategy_class(world, parallel, options)
     # Each rank starts from other weights: a strategy must begin by making them rank 0's.
     strategy.prepare(build_model(scenario.model, scenario.spec, seed=world.rank), reference.make_optimizer)
     worst, tolerance = Comparison(), TOLERANCE[reference.precision]

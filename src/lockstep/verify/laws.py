@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.config import Parallel
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.compression import ErrorFeedback, make_reducer
+from lockstep.parallel.compression import ErrorFeedback, Reducer, make_reducer
 from lockstep.verify.compare import TOLERANCE, relative
 from lockstep.world import World
 
@@ -59,30 +59,26 @@ def _bucket(dtype: torch.dtype, device: torch.device) -> Bucket:
     return Bucket([nn.Parameter(torch.zeros(s, dtype=dtype, device=device)) for s in shapes])
 
 
-def _fill(bucket: Bucket, values: list[Tensor]) -> None:
-    for index, value in enumerate(values):
-        bucket.parameters[index].grad = value.to(bucket.buffer)
-        bucket.place(index)
-    bucket.raise_flags()
-
-
 def _random_gradients(bucket: Bucket, world: World, step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + world.rank)
     return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in bucket.parameters]
 
 
-def _reduced(bucket: Bucket, world: World, step: int, reducer: object) -> tuple[Tensor, Tensor]:
-    """(what the reducer makes of a step's gradients, their true mean)."""
-    _fill(bucket, _random_gradients(bucket, world, step))
+def _reduced(bucket: Bucket, gradients: list[Tensor], reducer: Reducer) -> tuple[Tensor, Tensor]:
+    """(what the reducer makes of the ranks' gradients, their true mean)."""
+    for index, gradient in enumerate(gradients):
+        bucket.parameters[index].grad = gradient.to(bucket.buffer)
+        bucket.place(index)
+    bucket.raise_flags()
     mean = all_reduce(bucket.gradients.clone(), "check")
-    bucket.finish = reducer.start(bucket)  # type: ignore[attr-defined]
+    bucket.finish = reducer.start(bucket)
     bucket.hand_over()
     return bucket.gradients.clone(), mean
 
 
 def _rounding(world: World, parallel: Parallel, dtype: torch.dtype) -> str | None:
     bucket = _bucket(dtype, world.device)
-    got, mean = _reduced(bucket, world, 0, make_reducer(parallel.compression, 0.0, 1))
+    got, mean = _reduced(bucket, _random_gradients(bucket, world, 0), make_reducer(parallel.compression, 0.0, 1))
     unit = 2.0**-8 if parallel.compression == "bf16" else 2.0**-11
     error = float((got - mean).norm() / mean.norm())
     allowed = unit * world.size
@@ -96,7 +92,7 @@ def _nothing_is_lost(world: World, parallel: Parallel, dtype: torch.dtype, toler
     assert isinstance(reducer, ErrorFeedback)
     sent, given = torch.zeros_like(bucket.gradients), torch.zeros_like(bucket.gradients)
     for step in range(FEEDBACK_STEPS):
-        got, mean = _reduced(bucket, world, step, reducer)
+        got, mean = _reduced(bucket, _random_gradients(bucket, world, step), reducer)
         sent, given = sent + got, given + mean
     assert reducer.residual is not None
     kept = all_reduce(copy.deepcopy(reducer.residual), "check")
@@ -113,9 +109,6 @@ def _low_rank_is_exact(world: World, parallel: Parallel, dtype: torch.dtype, tol
     for parameter, own in zip(bucket.parameters, _random_gradients(bucket, world, 0), strict=True):
         row = torch.randn(1, parameter.numel() // parameter.shape[0], generator=common, dtype=torch.float64)
         values.append((own.flatten(1).sum(1, keepdim=True) @ row).view_as(own) if own.dim() > 1 else own)
-    _fill(bucket, values)
-    mean = all_reduce(bucket.gradients.clone(), "check")
-    bucket.finish = reducer.start(bucket)
-    bucket.hand_over()
-    error = relative(bucket.gradients, mean)
+    got, mean = _reduced(bucket, values, reducer)
+    error = relative(got, mean)
     return None if error <= tolerance else f"a gradient of rank 1 came back wrong by {error:.1e}"

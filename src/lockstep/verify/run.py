@@ -123,7 +123,7 @@ class Proofs:
 def _check_traffic(verdict: Verdict, strategy: Strategy, parallel: Parallel, world_size: int) -> None:
     verdict.counted = strategy.ledger.traffic()
     verdict.expected = expected_traffic(strategy.model, parallel, world_size)
-    if not verdict.expected.matches(verdict.counted):
+    if verdict.expected is not None and not verdict.expected.matches(verdict.counted):
         verdict.failures.append(
             f"traffic: {verdict.counted.collectives} collectives and {verdict.counted.wire_bytes:,.0f} bytes per step "
             f"counted, {verdict.expected.collectives} and {verdict.expected.wire_bytes:,.0f} by theory"

@@ -2,7 +2,7 @@
 
 Ψ is the number of trainable elements, P the number of trainable parameters, n the number of ranks. An all-reduce of S
 bytes costs each rank 2S(n-1)/n on the wire, an all-gather to S bytes S(n-1)/n. Our own modes send Ψ gradients and P
-flags ("used on this rank"); PyTorch's DDP sends Ψ.
+flags ("used on this rank"), overlap and bucketed one flag more ("came late"); PyTorch's DDP sends Ψ.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.comm.ledger import Traffic
 from lockstep.config import Parallel
 from lockstep.parallel.data_parallel import FIRST_BUCKET_SHARE
+from lockstep.parallel.local_sgd import CHUNK_BYTES
 
 
 @dataclass
@@ -28,23 +29,26 @@ class Theory:
         return same_count and abs(self.wire_bytes - counted.wire_bytes) < 0.5
 
 
-def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float) -> list[list[int]]:
+def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float, first_share: float = 1.0) -> list[list[int]]:
     """Elements of each parameter of each bucket: filled from the last parameter on, closed when the cap is reached."""
     cap = bucket_mb * 1024 * 1024 / itemsize
     buckets: list[list[int]] = [[]]
     for size in reversed(sizes):
         buckets[-1].append(size)
-        if sum(buckets[-1]) >= (cap * FIRST_BUCKET_SHARE if len(buckets) == 1 else cap):
+        if sum(buckets[-1]) >= (cap * first_share if len(buckets) == 1 else cap):
             buckets.append([])
     return [b for b in buckets if b]
 
 
-def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory:
-    """What theory says about one step of `parallel` with `n` ranks (one dtype, no buffers, every parameter used)."""
+def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory | None:
+    """What theory says about one step of `parallel` with `n` ranks (one dtype, no buffers, every parameter used).
+
+    None: there is no closed form here for that strategy (yet).
+    """
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     sizes = [s.numel() for s in shapes]
     itemsize = next(model.parameters()).element_size()
-    psi, count = sum(sizes), len(sizes)
+    psi, count = sum(sizes), len(sizes) + (parallel.data in ("overlap", "bucketed"))
     if n == 1:
         return Theory(0, 0.0)
     reduce, gather = 2 * (n - 1) / n, (n - 1) / n
@@ -54,13 +58,16 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory:
         case "ddp":
             return Theory(None, reduce * psi * itemsize)
         case "local_sgd":  # a step with a meeting; steps between meetings send nothing
-            return Theory(1, reduce * psi * itemsize)
+            chunks = bucket_sizes(sizes, itemsize, CHUNK_BYTES / 1024**2)
+            return Theory(len(chunks), reduce * psi * itemsize)
         case "naive" | "overlap":
             buckets = [[size] for size in sizes]
         case "flat":
             buckets = [sizes]
+        case "bucketed":
+            buckets = bucket_sizes(sizes, itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
         case _:
-            buckets = bucket_sizes(sizes, itemsize, parallel.bucket_mb)
+            return None
     match parallel.compression:
         case "bf16" | "fp16":
             return Theory(len(buckets), reduce * (psi + count) * 2)
