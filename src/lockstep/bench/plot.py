@@ -25,7 +25,7 @@ def plot_timings(timings: list[Timing], file: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("step time, ms (median; whiskers p10 and p90)")
     axes.set_title(f"{timings[0].parameters:,} parameters, global batch {timings[0].batch_size}", loc="left")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     try:
         figure.savefig(file, dpi=150)
     except ValueError as error:

@@ -1,18 +1,36 @@
 """What the commands share in reading their arguments."""
 
 import dataclasses
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from lockstep.config import Config, load_config
+from lockstep.config import CNN, Config, Data, Model, Parallel, Train, check_ranges, load_config
 from lockstep.config.load import nearest, valid_keys
 from lockstep.errors import UserError
+from lockstep.launch import Launch
 
 T = TypeVar("T")
 
 SHORT = {"--model": "--model.name", "--data": "--data.name"}
 """What people type."""
+
+
+@dataclass
+class RunArguments:
+    """What every command takes that runs a config."""
+
+    launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
+    model: Model = field(default_factory=CNN)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    parallel: Parallel = field(default_factory=Parallel)
+
+    def config(self) -> Config:
+        config = Config(self.model, self.data, self.train, self.parallel)
+        check_ranges(config)
+        return config
 
 
 def parse(cls: type[T], argv: list[str], command: str, default: T | None = None) -> T:

@@ -2,26 +2,24 @@
 
 import csv
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.progress import Progress
 
 from lockstep.bench.plot import plot_timings
 from lockstep.bench.train import Timing, bench_train
-from lockstep.cli.arguments import config_from, parse, sections
+from lockstep.cli.arguments import RunArguments, config_from, parse, sections
 from lockstep.cli.tables import console, new_table
-from lockstep.config import CNN, Config, Data, Model, Parallel, Train, check_ranges
+from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.launch import Launch, run_on_ranks
+from lockstep.launch import run_on_ranks
 from lockstep.strategies import strategy_names
 from lockstep.world import World
 
 
 @dataclass
-class BenchTrainArguments:
+class BenchTrainArguments(RunArguments):
     """Time training steps of several strategies, in turns in one run, so that noise hits all alike.
 
     A config file may come first. The ratio column is the median over the rounds of a strategy's step time over the
@@ -34,7 +32,6 @@ class BenchTrainArguments:
     lockstep bench train configs/bench_gpt25m.yaml --strategies ddp bucketed --steps 40 --csv gpt.csv
     """
 
-    launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
     strategies: tuple[str, ...] = ("ddp", "bucketed", "flat", "overlap", "naive")
     """Names, or all; the first is the one that ratios refer to."""
     steps: int = 30
@@ -45,17 +42,12 @@ class BenchTrainArguments:
     """Write one line per strategy to this file."""
     plot: str | None = None
     """Draw step times, split into work and exposed communication, to this file (.png, .svg or .pdf)."""
-    model: Model = field(default_factory=CNN)
-    data: Data = field(default_factory=Data)
-    train: Train = field(default_factory=Train)
-    parallel: Parallel = field(default_factory=Parallel)
 
 
 def main(argv: list[str]) -> int:
     config, rest = config_from(argv)
     arguments = parse(BenchTrainArguments, rest, "bench train", default=BenchTrainArguments(**sections(config)))
-    config = Config(arguments.model, arguments.data, arguments.train, arguments.parallel)
-    check_ranges(config)
+    config = arguments.config()
     if arguments.steps < 1 or arguments.warmup < 0:
         raise UserError(f"--steps {arguments.steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
     names = strategy_names(arguments.strategies)

@@ -1,20 +1,16 @@
 """`lockstep train`."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from lockstep.cli.arguments import config_from, parse, sections
-from lockstep.config import CNN, Config, Data, Model, Parallel, Train, check_ranges
-from lockstep.launch import Launch, run_on_ranks
+from lockstep.cli.arguments import RunArguments, config_from, parse, sections
+from lockstep.launch import run_on_ranks
 from lockstep.training import TrainResult, train
 
 
 @dataclass
-class TrainArguments:
+class TrainArguments(RunArguments):
     """Train a model on one process or many.
 
     A config file may come first: lockstep train CONFIG.yaml --flags. Flags win over the file, the file over the
@@ -29,20 +25,14 @@ class TrainArguments:
     torchrun --nproc_per_node=4 -m lockstep train configs/digits_cnn.yaml --parallel.data ddp
     """
 
-    launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
     run_dir: str | None = None
     """Folder of this run. None: runs/TIME-MODEL-DATA-STRATEGY."""
-    model: Model = field(default_factory=CNN)
-    data: Data = field(default_factory=Data)
-    train: Train = field(default_factory=Train)
-    parallel: Parallel = field(default_factory=Parallel)
 
 
 def main(argv: list[str]) -> int:
     config, rest = config_from(argv)
     arguments = parse(TrainArguments, rest, "train", default=TrainArguments(**sections(config)))
-    config = Config(arguments.model, arguments.data, arguments.train, arguments.parallel)
-    check_ranges(config)
+    config = arguments.config()
     name = f"{config.model.name}-{config.data.name}-{config.parallel.data}"
     folder = Path(arguments.run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     result: TrainResult = run_on_ranks(train, config, folder, launch=arguments.launch)[0]
