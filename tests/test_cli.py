@@ -51,6 +51,9 @@ MISTAKES = {
     "demo now": "lockstep demo takes flags only, but was given 'now'",
     "demo --epochs 0": "--epochs is 0, but it must be 1 or more",
     "bench train --steps 0": "at least 1 step",
+    "bench train --csv /nowhere/x.csv": "--csv /nowhere/x.csv: there is no folder /nowhere",
+    "train --share-gpu --nproc 2": "--share-gpu was given, but torch sees no GPU here",
+    "train --device cpu --train.steps 1 --run-dir /dev/full": "--run-dir /dev/full cannot be written (File exists)",
 }
 
 

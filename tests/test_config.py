@@ -11,6 +11,7 @@ MISTAKES = {
     "model: {name: cnn, chanels: [8]}": "unknown key model.chanels; did you mean model.channels?",
     "model: {name: cnn, depth: 18}": "unknown key model.depth: it belongs to model.name resnet",
     "train: {channels: [8]}": "unknown key train.channels; did you mean model.channels?",
+    "nproc: 2": "unknown key nproc: it is a flag of the command (--nproc), not a key of the file",
     "lr: 0.1": "unknown key lr; did you mean train.lr?",
     "trian: {lr: 0.1}": "unknown key trian; did you mean train?",
     "train: {lr: fast}": "train.lr is 'fast', but it must be float",

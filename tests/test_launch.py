@@ -135,6 +135,7 @@ def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -222,8 +223,11 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals) 
         time.sleep(0.1)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2
-    process.send_signal(how)
-    output, _ = process.communicate(timeout=60)
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # as a terminal does: everybody gets it
+    else:
+        process.send_signal(how)
+    output, _ = process.communicate(timeout=15)
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     if how != signal.SIGKILL:

@@ -9,12 +9,14 @@ import ctypes
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -111,12 +113,18 @@ def _first_host(nodelist: str) -> str:
 
 
 def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch) -> Any:
-    @record  # torchrun shows the traceback of the rank that failed first
+    @record  # torchrun shows the traceback of the rank that failed first; a user's mistake needs none
     def rank_main() -> Any:
-        with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
-            return function(world, *args)
+        try:
+            with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
+                return function(world, *args)
+        except UserError as mistake:
+            return mistake
 
-    return rank_main()
+    result = rank_main()
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
 def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int) -> list[Any]:
@@ -130,7 +138,8 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
     }
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as log_dir:
+    _remove_leftovers()
+    with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-") as log_dir:
         before, tempfile.tempdir = (
             tempfile.tempdir,
             log_dir,
@@ -160,9 +169,20 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
     return [results[rank] for rank in sorted(results)]
 
 
+FOLDER_PREFIX = "lockstep-"
+
+
+def _remove_leftovers() -> None:
+    """Folders of launchers that were killed before they could clean up, known by the process id in their name."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        owner = folder.name.removeprefix(FOLDER_PREFIX).split("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch) -> Any:
     """The life of one rank that the agent started (the agent wraps it in `@record` itself)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent too, and the agent ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective, and silently
     _die_with_parent()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:

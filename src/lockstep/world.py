@@ -38,6 +38,8 @@ def choose_device(choice: DeviceChoice, local_rank: int, local_size: int, share_
     """The device of one rank: its own GPU, a shared one if that was asked for, or the CPU."""
     if choice == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda was given, but torch sees no GPU here; use --device cpu")
+    if share_gpu and choice != "cpu" and not torch.cuda.is_available():
+        raise UserError("--share-gpu was given, but torch sees no GPU here; leave it out to run on the CPU")
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()

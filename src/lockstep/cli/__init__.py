@@ -5,10 +5,15 @@ help and typing mistakes answer at once.
 """
 
 import importlib
+import multiprocessing
 import os
+import signal
 import sys
 
 from lockstep.errors import RankError, UserError
+
+if multiprocessing.parent_process() is not None:  # a rank being started: Ctrl-C ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 COMMANDS = {  # name -> (module, what it answers)
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
@@ -33,7 +38,7 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 fine, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
+    if not args or args[0] in ("-h", "--help", "help") or args in (["bench"], ["bench", "--help"], ["bench", "-h"]):
         print(usage())
         return 0
     if args[0] == "--version":

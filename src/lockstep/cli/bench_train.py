@@ -50,6 +50,9 @@ def main(argv: list[str]) -> int:
     config = arguments.config()
     if arguments.steps < 1 or arguments.warmup < 0:
         raise UserError(f"--steps {arguments.steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
+    for flag, file in (("--csv", arguments.csv), ("--plot", arguments.plot)):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise UserError(f"{flag} {file}: there is no folder {Path(file).absolute().parent}; make it first")
     names = strategy_names(arguments.strategies)
     work = (config, names, arguments.steps, arguments.warmup)
     timings: list[Timing] = run_on_ranks(_bench, *work, launch=arguments.launch, default_nproc=2)[0]

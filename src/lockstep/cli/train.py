@@ -16,6 +16,8 @@ class TrainArguments(RunArguments):
     A config file may come first: lockstep train CONFIG.yaml --flags. Flags win over the file, the file over the
     defaults shown here. Metrics (metrics.jsonl, TensorBoard) and the resolved config go to the run's folder.
 
+    The model's flags are those of --model.name: lockstep train --model gpt --help shows gpt's.
+
     For example:
 
     lockstep train configs/digits_cnn.yaml --nproc 2

@@ -16,6 +16,9 @@ import yaml
 from lockstep.config.schema import Config, Model
 from lockstep.errors import UserError
 
+COMMAND_FLAGS = ("nproc", "device", "backend", "share-gpu", "timeout", "run-dir", "strategies", "world-size")
+"""Flags that are not part of a run's config, and are looked for in it all the same."""
+
 MODELS: dict[str, type] = {cls().name: cls for cls in get_args(Model)}
 
 
@@ -79,6 +82,8 @@ def nearest(key: str, valid: list[str]) -> str:
     """A hint for a key that does not exist: the same name elsewhere, or the most alike."""
     if "." not in key and (section := difflib.get_close_matches(key, _sections(valid), n=1, cutoff=0.7)):
         return f"; did you mean {section[0]}?"
+    if key.replace("_", "-") in COMMAND_FLAGS:
+        return f": it is a flag of the command (--{key.replace('_', '-')}), not a key of the file"
     leaf = key.rsplit(".", 1)[-1]
     elsewhere = [v for v in valid if v.rsplit(".", 1)[-1] == leaf]
     if not elsewhere:  # a key of another model is misplaced, not misspelt

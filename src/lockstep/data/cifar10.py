@@ -48,7 +48,8 @@ def _unpack(archive: Path, into: Path) -> None:
             for file in (Path(scratch) / FOLDER).iterdir():
                 file.replace(into / FOLDER / file.name)
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"{archive} is corrupt or truncated ({error}); delete it to fetch it again") from None
+        why = " ".join(str(error).split())
+        raise UserError(f"{archive} is corrupt or truncated ({why}); delete it to fetch it again") from None
 
 
 def _read(folder: Path, names: list[str]) -> Samples:

@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.models import build_model, parameter_count, training_flops
 from lockstep.models.loss import loss_for
 from lockstep.strategies import StepOptions, StepResult, Strategy, make_strategy
-from lockstep.training.metrics import MetricsWriter, step_breakdown
+from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
 from lockstep.training.optimizer import learning_rate, optimizer_factory
 from lockstep.training.peak import peak_flops
 from lockstep.world import World
@@ -89,21 +89,23 @@ def train(world: World, config: Config, folder: Path | None = None, quiet: bool 
     dataset = load_data(world, config)
     strategy = prepare_strategy(world, config, dataset)
     if world.is_main and folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder / "config.yaml")
+        with writing_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, folder / "config.yaml")
     with MetricsWriter(folder if world.is_main else None) as metrics:
         return Run(world, config, dataset, strategy, metrics, quiet or not world.is_main).train()
 
 
 class StatusBar:
-    """A progress bar with the latest record under it; silent where output is not wanted."""
+    """A progress bar with the latest record under it, on a terminal."""
 
     def __init__(self, total: int, console: Console, quiet: bool) -> None:
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, disable=quiet)
+        self._bar = Progress(*columns, console=console)
         self._task = self._bar.add_task("", total=total)
         self._status = Text()
-        self._live = Live(Group(self._bar, self._status), console=console) if not quiet else nullcontext()
+        drawn = console.is_terminal and not quiet
+        self._live = Live(Group(self._bar, self._status), console=console) if drawn else nullcontext()
 
     def show(self, completed: int, status: str | None = None) -> None:
         self._bar.update(self._task, completed=completed)
@@ -126,12 +128,14 @@ class Run:
     ) -> None:
         self.world, self.config, self.dataset, self.strategy, self.metrics = world, config, dataset, strategy, metrics
         self.quiet = quiet
-        self.console = Console(quiet=quiet)
+        found = Console(quiet=quiet)
+        self.console = found if found.is_terminal else Console(quiet=quiet, width=160)
         self.sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
         planned = config.train.epochs * self.sampler.steps_per_epoch
         self.total_steps = config.train.steps or planned
         self.steps_done = 0
         self.skipped_in_a_row = 0
+        self.status = ""
         self.losses: list[float] = []
         self.is_gpt = isinstance(config.model, GPT)
         self.flops_per_sample = training_flops(strategy.model)
@@ -191,7 +195,8 @@ class Run:
             self._window_samples += len(indices)
             self._guard(result, batch)
             if self.steps_done % self.config.train.log_every == 0 or self.steps_done == self.total_steps:
-                bar.show(self.steps_done, self._log(epoch, result, data_seconds))
+                self.status = self._log(epoch, result, data_seconds)
+                bar.show(self.steps_done, self.status)
             else:
                 bar.show(self.steps_done)
 
@@ -247,6 +252,8 @@ class Run:
             values["accuracy"] = accuracy
             words += f", accuracy {accuracy:.2%}"
         self.metrics.write("test", self.steps_done, values)
+        if self.status and not self.console.is_terminal:
+            self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  train {self.status}")
         self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  test {words}")
         self._window_start, self._window_samples = time.perf_counter(), 0
         return loss, accuracy

@@ -1,6 +1,8 @@
 """What a run reports: one record per logged step, to metrics.jsonl, to TensorBoard and to the progress bar."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -9,6 +11,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from lockstep.comm.ledger import Ledger
+from lockstep.errors import UserError
 from lockstep.strategies.base import Phases
 
 WAITS_IN = {"forward": ("buffers",), "backward": ("gradients", "parameters", "flags"), "optimizer": ("agreement",)}
@@ -19,12 +22,20 @@ class MetricsWriter:
     """Appends records to `folder/metrics.jsonl` and TensorBoard event files. A None folder writes nothing."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8") if folder is not None else None
-        self._board = SummaryWriter(str(folder)) if folder is not None else None
+        self._folder, self._file, self._board = folder, None, None
+        if folder is not None:
+            with writing_to(folder):
+                self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+                self._board = SummaryWriter(str(folder))
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if self._file is None or self._board is None:
-            return
+        if self._folder is not None:
+            with writing_to(self._folder):
+                self._write(kind, step, values)
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        assert self._file is not None
+        assert self._board is not None
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
         self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")  # JSON knows no NaN
         self._file.flush()
@@ -36,9 +47,19 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._file is not None and self._board is not None:
-            self._file.close()
-            self._board.close()
+        if self._folder is not None and self._file is not None and self._board is not None:
+            with writing_to(self._folder):
+                self._file.close()
+                self._board.close()
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """A full disk, a missing right or a file in the way is the user's to mend: one line, not a traceback."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be written ({error.strerror}); choose another folder") from None
 
 
 def step_breakdown(phases: Phases, ledger: Ledger, data_seconds: float) -> dict[str, float]:
