@@ -53,8 +53,8 @@ class Bucket:
         that does not wait for the mean must not step with half of it.
         """
         parameter, view = self.parameters[index], self.views[index]
-        gradient = parameter.grad
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient = parameter.grad.detach()  # with create_graph=True it is part of a graph
         if gradient.data_ptr() == view.data_ptr():
             view.mul_(self.scale)  # earlier micro-batches have added to the view in place
         else:

@@ -102,7 +102,6 @@ class DataParallel(nn.Module):
         """
         weak_self = weakref.ref(self)
 
-        @torch.no_grad()
         def gradient_is_there(_: Tensor) -> None:
             wrapper = weak_self()
             if wrapper is None or not wrapper._synchronizing:

@@ -191,22 +191,27 @@ class Strategy(ABC):
         self.optimizer.zero_grad(set_to_none=True)
         count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=self.world.device)
         counting = self._sum_over_data_ranks(count, "count")
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        totals = Totals(torch.zeros(2, dtype=torch.float64, device=self.world.device), count, Pending(None))
+        final = self.options.accumulation - 1
         for index, micro_batch in enumerate(batch.micro_batches(self.options.accumulation)):
-            last = synchronize and index == self.options.accumulation - 1
-            self.model.train(not micro_batch.filler)  # a filler leaves running statistics alone
-            with self.gradient_sync(last):
+            if micro_batch.filler:
+                self.model.eval()  # a filler leaves running statistics alone
+            with self.gradient_sync(last=synchronize and index == final):
                 with self.phases("forward"), self._autocast():
                     outputs = self.module(micro_batch.inputs)
                     loss_sum = self.options.loss(outputs, micro_batch)
+                if not micro_batch.filler:
+                    correct = correct_count(outputs, micro_batch)
+                    totals.sums += torch.stack((loss_sum.detach().double(), correct.double()))
                 if index == 0:
                     counting.wait()  # sent before forward, needed only now
+                if index == final:
+                    totals.pending = self._sum_over_data_ranks(totals.sums, "loss")  # travels during backward
                 with self.phases("backward"):
                     self._backward(loss_sum, micro_batch, count)
-                if not micro_batch.filler:
-                    sums += torch.stack((loss_sum.detach().double(), correct_count(outputs, micro_batch).double()))
-        self.model.train()
-        return Totals(sums, count, self._sum_over_data_ranks(sums, "loss"))
+            if micro_batch.filler:
+                self.model.train()
+        return totals
 
     def _backward(self, loss_sum: Tensor, micro_batch: Batch, count: Tensor) -> None:
         weight = self.dims.data / count.clamp(min=1) * (0.0 if micro_batch.filler else 1.0)
