@@ -166,12 +166,14 @@ class DataParallel(nn.Module):
         return bool(self.buckets) and self.buckets[-1].any_rank_is_late
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the module's; also drops a step that was begun and not finished."""
-        for bucket in self.buckets:
-            if bucket.finish is not None:
-                bucket.finish()
-            bucket.reset()
-        self._launched = 0
+        """As the module's; also drops a step that was begun and not finished, on every rank alike.
+
+        Ranks may have launched different numbers of buckets, so the round is closed before it is forgotten.
+        """
+        if any(any(bucket.placed) for bucket in self.buckets):
+            with torch.no_grad():
+                self._close_round()
+            self.forget_step()
         super().zero_grad(set_to_none)
 
     @contextmanager
