@@ -184,7 +184,7 @@ def unused_with_feedback(world: World) -> bool:
     kept = torch.stack(list(residual.view(2, 4, 4)))
     if model[0].weight.data_ptr() != wrapped.buckets[0].parameters[0].data_ptr():
         kept = kept.flip(0)
-    return torch.allclose(sent + all_reduce(kept, "check"), all_reduce(given, "check"), atol=1e-12)
+    return torch.allclose(sent + all_reduce(kept, purpose="check"), all_reduce(given, purpose="check"), atol=1e-12)
 
 
 def local_sgd(world: World, outer_lr: float) -> list[bool]:
@@ -200,7 +200,7 @@ def local_sgd(world: World, outer_lr: float) -> list[bool]:
         optimizer.step()
         met = averager.after_step()
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-        spread = all_reduce(weights.clone(), "check") / world.size - weights
+        spread = all_reduce(weights.clone(), purpose="check") / world.size - weights
         same.append(met and float(spread.abs().max()) < 1e-12)
     return same
 

@@ -68,9 +68,9 @@ def test_results_come_back_in_rank_order() -> None:
     assert on_ranks(add_ranks, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
 
 
-def test_ranks_share_the_cores_and_use_gloo_on_the_cpu() -> None:
+def test_ranks_share_the_cores_and_the_memory_of_one_machine() -> None:
     cores = psutil.cpu_count() or 1
-    assert on_ranks(threads_and_device, 2) == [(max(1, cores // 2), "cpu", "gloo")] * 2
+    assert on_ranks(threads_and_device, 2) == [(max(1, cores // 2), "cpu", "shm")] * 2
 
 
 def test_one_rank_needs_no_process_group() -> None:

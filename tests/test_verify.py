@@ -76,7 +76,7 @@ class TwoMessages(Flat):
 
     def finish_gradients(self) -> None:
         super().finish_gradients()
-        data_parallel.broadcast(torch.zeros(1), "gradients")
+        data_parallel.broadcast(torch.zeros(1), purpose="gradients")
 
 
 FAULTS: dict[str, tuple[str, type[Strategy]]] = {  # name -> (in whose place, the faulty strategy)

@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep.comm.register import register_shm
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ __version__ = "0.1.0"
 __all__ = ["DataParallel", "LocalSGD", "UserError", "shard_batch"]
 
 _HOMES = {"DataParallel": "lockstep.parallel", "LocalSGD": "lockstep.parallel", "shard_batch": "lockstep.data"}
+
+register_shm()
 
 
 def __getattr__(name: str) -> Any:

@@ -38,7 +38,7 @@ class Launch:
     device: DeviceChoice = "auto"
     """auto: a GPU where there is one."""
     backend: str | None = None
-    """Communication backend. None: nccl on GPUs, gloo on CPUs."""
+    """Communication backend. None: nccl on GPUs, shm (shared memory) on the CPUs of one machine, gloo on several."""
     share_gpu: bool = False
     """Let several ranks share one GPU over NCCL: correct everywhere, as slow as a 20 Gbit/s network."""
     timeout: float = 300.0

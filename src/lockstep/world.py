@@ -1,6 +1,7 @@
 """Where this process stands among the ranks: its numbers, its device, its degrees of parallelism."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -27,6 +28,8 @@ class World:
     backend: str = "none"
     ranks_on_device: int = 1
     """More than one where ranks share a GPU."""
+    group: dist.ProcessGroup | None = None
+    """All ranks, by another backend than the world's own; None: by the world's own."""
 
     @property
     def is_main(self) -> bool:
@@ -69,7 +72,7 @@ def join_world(
     """Join the ranks named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; leave at the end."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_size = local_world = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if not 0 <= rank < size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE is {size}, but ranks go from 0 to WORLD_SIZE - 1")
     if "SLURM_GPUS_PER_TASK" in os.environ:  # each task sees its own GPUs only
@@ -82,7 +85,8 @@ def join_world(
     if size == 1 and "RANK" not in os.environ:
         yield World(device=torch_device)
         return
-    backend = backend or ("nccl" if torch_device.type == "cuda" else "gloo")
+    one_host = local_world == size and sys.platform == "linux"
+    backend = backend or ("nccl" if torch_device.type == "cuda" else "shm" if one_host else "gloo")
     _check_backend(backend, torch_device)
     if share_gpu and backend == "nccl":
         os.environ.update(share_gpu_environment(rank))
@@ -96,8 +100,12 @@ def join_world(
 
 def _check_backend(backend: str, device: torch.device) -> None:
     available = {b for b in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{b}_available")()}
+    if hasattr(dist.Backend, "SHM"):
+        available.add("shm")
     if backend not in available:
         raise UserError(f"--backend {backend} is not available here; this torch has {', '.join(sorted(available))}")
+    if backend == "shm" and device.type == "cuda":
+        raise UserError("--backend shm moves CPU tensors, and these ranks run on GPUs; use --backend nccl")
     if backend == "nccl" and device.type == "cpu":
         raise UserError("--backend nccl needs a GPU for each rank, and these ranks run on the CPU; use --backend gloo")
 

@@ -1,21 +1,27 @@
-"""Counted collectives: torch.distributed's, each writing itself into the ledger.
+"""Counted collectives: torch.distributed's, or ours by hand, each writing itself into the ledger.
 
-Every function works on a world of one rank without a process group, where it does nothing.
+Names and meanings are torch.distributed's. Each comes twice: `all_reduce(...)` is done when it returns,
+`all_reduce_async(...)` returns a `Pending` to wait for. Roots and peers are ranks of the group. Everything works in a
+world of one rank without a process group, where there is nothing to do. `purpose` is what the ledger files it under.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.by_hand import all_reduce_by_hand
 from lockstep.comm.ledger import Entry, active_ledger, mark
 
 Group = dist.ProcessGroup | None
+SUM = dist.ReduceOp.SUM
+OTHER = "other"
 
-# torch 2.13 renames it and warns at the old name; 2.11 and 2.12 have the old one only.
+# torch 2.13 renames them and warns at the old names; 2.11 and 2.12 have the old ones only.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def group_size(group: Group = None) -> int:
@@ -31,18 +37,26 @@ class Pending:
 
     def __init__(self, work: dist.Work | None, entry: Entry | None = None, device: torch.device | None = None) -> None:
         self._work, self._entry, self._device = work, entry, device or torch.device("cpu")
+        self._afterwards: Callable[[], object] | None = None
         if work is not None and entry is not None and self._device.type == "cpu":
             note_end(work, entry)
 
+    def then(self, afterwards: Callable[[], object]) -> "Pending":
+        """Do this when it has been waited for."""
+        self._afterwards = afterwards
+        return self
+
     def wait(self) -> None:
-        if self._work is None:
-            return
-        if self._entry is not None:
-            self._entry.wait_started = mark(self._device)
-        self._work.wait()
-        if self._entry is not None:
-            self._entry.wait_ended = mark(self._device)
-        self._work = None
+        if self._work is not None:
+            if self._entry is not None:
+                self._entry.wait_started = mark(self._device)
+            self._work.wait()
+            if self._entry is not None:
+                self._entry.wait_ended = mark(self._device)
+            self._work = None
+        if self._afterwards is not None:
+            self._afterwards()
+            self._afterwards = None
 
 
 def note_end(work: dist.Work, entry: Entry) -> None:
@@ -55,66 +69,235 @@ def note_end(work: dist.Work, entry: Entry) -> None:
 
 
 def _issue(
-    operation: str, purpose: str, payload: Tensor, group: Group, start: Callable[[], dist.Work | None]
+    operation: str, purpose: str, nbytes: int, device: torch.device, group: Group, start: Callable[[], dist.Work | None]
 ) -> Pending:
     if group_size(group) == 1:
         return Pending(None)
     ledger = active_ledger()
-    entry = ledger.add(operation, purpose, group_size(group), payload.nbytes) if ledger is not None else None
-    return Pending(start(), entry, payload.device)
+    entry = ledger.add(operation, purpose, group_size(group), nbytes) if ledger is not None else None
+    return Pending(start(), entry, device)
 
 
-def all_reduce_async(tensor: Tensor, purpose: str, group: Group = None, op: Any = dist.ReduceOp.SUM) -> Pending:
-    """Begin to sum `tensor` over the ranks, in place."""
-    return _issue(
-        "all_reduce",
-        purpose,
-        tensor,
-        group,
-        lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True),
-    )
+# ---- all ranks to all ranks ---------------------------------------------------------------------------------
 
 
-def all_reduce(tensor: Tensor, purpose: str, group: Group = None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce_async(
+    tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native"
+) -> Pending:
+    """Begin to sum `tensor` over the ranks, in place: by the backend's own algorithm, or by one written by hand."""
+
+    def start() -> dist.Work | None:
+        if algorithm != "native":
+            return all_reduce_by_hand(tensor, algorithm, op, group)
+        return dist.all_reduce(tensor, op=op, group=group, async_op=True)
+
+    return _issue("all_reduce", purpose, tensor.nbytes, tensor.device, group, start)
+
+
+def all_reduce(
+    tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native"
+) -> Tensor:
     """Sum `tensor` over the ranks, in place."""
-    all_reduce_async(tensor, purpose, group, op).wait()
+    all_reduce_async(tensor, op, group, purpose=purpose, algorithm=algorithm).wait()
     return tensor
 
 
-def broadcast(tensor: Tensor, purpose: str, group: Group = None) -> Tensor:
-    """Copy the group's first rank's `tensor` to all, in place."""
-    _issue(
-        "broadcast",
-        purpose,
-        tensor,
-        group,
-        lambda: dist.broadcast(tensor, group=group, group_src=0, async_op=True),
-    ).wait()
+def all_reduce_mean_async(
+    tensor: Tensor, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native"
+) -> Pending:
+    """Begin to average `tensor` over the ranks, in place. (gloo's own AVG has summed: we sum, then divide.)"""
+    pending = all_reduce_async(tensor, SUM, group, purpose=purpose, algorithm=algorithm)
+    return pending.then(lambda: tensor.div_(group_size(group)))
+
+
+def all_reduce_mean(tensor: Tensor, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native") -> Tensor:
+    """Average `tensor` over the ranks, in place."""
+    all_reduce_mean_async(tensor, group, purpose=purpose, algorithm=algorithm).wait()
     return tensor
 
 
-def all_gather_async(tensor: Tensor, purpose: str, group: Group = None) -> tuple[Tensor, Pending]:
+def all_gather_async(tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> tuple[Tensor, Pending]:
     """Begin to collect every rank's `tensor` (all of one shape): (ranks, *shape)."""
     size = group_size(group)
     gathered = tensor.new_empty((size, *tensor.shape))
     if size == 1:
         gathered[0] = tensor
-    flat = gathered.view(size * tensor.numel()) if tensor.numel() else gathered.view(-1)
-    pending = _issue(
-        "all_gather",
-        purpose,
-        gathered,
-        group,
-        lambda: _all_gather_single(flat, tensor.reshape(-1), group=group, async_op=True),
-    )
-    return gathered, pending
+
+    def start() -> dist.Work | None:
+        work: dist.Work | None = _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True)
+        return work
+
+    return gathered, _issue("all_gather", purpose, gathered.nbytes, tensor.device, group, start)
 
 
-def all_gather(tensor: Tensor, purpose: str, group: Group = None) -> Tensor:
+def all_gather(tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> Tensor:
     """Every rank's `tensor` (all of one shape): (ranks, *shape)."""
-    gathered, pending = all_gather_async(tensor, purpose, group)
+    gathered, pending = all_gather_async(tensor, group, purpose=purpose)
     pending.wait()
     return gathered
+
+
+def reduce_scatter_async(
+    output: Tensor, tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER
+) -> Pending:
+    """Begin to sum `tensor` over the ranks, of which each keeps its own n-th in `output`."""
+    if group_size(group) == 1:
+        output.copy_(tensor.view_as(output))
+
+    def start() -> dist.Work | None:
+        work: dist.Work | None = _reduce_scatter_single(output, tensor, op=op, group=group, async_op=True)
+        return work
+
+    return _issue("reduce_scatter", purpose, tensor.nbytes, tensor.device, group, start)
+
+
+def reduce_scatter(
+    output: Tensor, tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER
+) -> Tensor:
+    """Sum `tensor` over the ranks; each keeps its own n-th in `output`."""
+    reduce_scatter_async(output, tensor, op, group, purpose=purpose).wait()
+    return output
+
+
+def all_to_all_async(output: Tensor, tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> Pending:
+    """Begin to send the r-th part of `tensor`'s rows to rank r; `output` is what the ranks send us, in their order."""
+    if group_size(group) == 1:
+        output.copy_(tensor)
+    return _issue(
+        "all_to_all",
+        purpose,
+        tensor.nbytes,
+        tensor.device,
+        group,
+        lambda: dist.all_to_all_single(output, tensor, group=group, async_op=True),
+    )
+
+
+def all_to_all(output: Tensor, tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> Tensor:
+    """Send the r-th part of `tensor`'s rows to rank r; `output` is what the ranks send us, in their order."""
+    all_to_all_async(output, tensor, group, purpose=purpose).wait()
+    return output
+
+
+def barrier(group: Group = None) -> None:
+    """Return when every rank has come here."""
+    if group_size(group) > 1:
+        dist.barrier(group=group)
+
+
+# ---- from one rank, or to one -------------------------------------------------------------------------------
+
+
+def broadcast_async(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str = OTHER) -> Pending:
+    """Begin to copy rank `src`'s `tensor` to all, in place."""
+    return _issue(
+        "broadcast",
+        purpose,
+        tensor.nbytes,
+        tensor.device,
+        group,
+        lambda: dist.broadcast(tensor, group=group, group_src=src, async_op=True),
+    )
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str = OTHER) -> Tensor:
+    """Copy rank `src`'s `tensor` to all, in place."""
+    broadcast_async(tensor, src, group, purpose=purpose).wait()
+    return tensor
+
+
+def reduce_async(tensor: Tensor, dst: int = 0, op: Any = SUM, group: Group = None, *, purpose: str = OTHER) -> Pending:
+    """Begin to sum `tensor` over the ranks, in place on rank `dst`; what the others hold afterwards is undefined."""
+    return _issue(
+        "reduce",
+        purpose,
+        tensor.nbytes,
+        tensor.device,
+        group,
+        lambda: dist.reduce(tensor, group_dst=dst, op=op, group=group, async_op=True),
+    )
+
+
+def reduce(tensor: Tensor, dst: int = 0, op: Any = SUM, group: Group = None, *, purpose: str = OTHER) -> Tensor:
+    """Sum `tensor` over the ranks, in place on rank `dst`; what the others hold afterwards is undefined."""
+    reduce_async(tensor, dst, op, group, purpose=purpose).wait()
+    return tensor
+
+
+def scatter_async(
+    tensor: Tensor, parts: Sequence[Tensor] | None = None, src: int = 0, group: Group = None, *, purpose: str = OTHER
+) -> Pending:
+    """Begin to give rank r the r-th of rank `src`'s `parts`, in `tensor`; only `src` gives parts."""
+    if group_size(group) == 1 and parts is not None:
+        tensor.copy_(parts[0])
+    return _issue(
+        "scatter",
+        purpose,
+        tensor.nbytes * group_size(group),
+        tensor.device,
+        group,
+        lambda: dist.scatter(tensor, list(parts) if parts else None, group_src=src, group=group, async_op=True),
+    )
+
+
+def scatter(
+    tensor: Tensor, parts: Sequence[Tensor] | None = None, src: int = 0, group: Group = None, *, purpose: str = OTHER
+) -> Tensor:
+    """Give rank r the r-th of rank `src`'s `parts`, in `tensor`; only `src` gives parts."""
+    scatter_async(tensor, parts, src, group, purpose=purpose).wait()
+    return tensor
+
+
+def gather_async(
+    tensor: Tensor, parts: Sequence[Tensor] | None = None, dst: int = 0, group: Group = None, *, purpose: str = OTHER
+) -> Pending:
+    """Begin to collect every rank's `tensor` in rank `dst`'s `parts`; only `dst` gives parts."""
+    if group_size(group) == 1 and parts is not None:
+        parts[0].copy_(tensor)
+    return _issue(
+        "gather",
+        purpose,
+        tensor.nbytes * group_size(group),
+        tensor.device,
+        group,
+        lambda: dist.gather(tensor, list(parts) if parts else None, group_dst=dst, group=group, async_op=True),
+    )
+
+
+def gather(
+    tensor: Tensor, parts: Sequence[Tensor] | None = None, dst: int = 0, group: Group = None, *, purpose: str = OTHER
+) -> None:
+    """Collect every rank's `tensor` in rank `dst`'s `parts`; only `dst` gives parts."""
+    gather_async(tensor, parts, dst, group, purpose=purpose).wait()
+
+
+# ---- from one rank to another -------------------------------------------------------------------------------
+
+
+def send_async(tensor: Tensor, dst: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Pending:
+    """Begin to send `tensor` to rank `dst`."""
+    start = lambda: dist.isend(tensor, group_dst=dst, group=group, tag=tag)  # noqa: E731
+    return _issue("send", purpose, tensor.nbytes, tensor.device, group, start)
+
+
+def send(tensor: Tensor, dst: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> None:
+    """Send `tensor` to rank `dst`."""
+    send_async(tensor, dst, group, tag=tag, purpose=purpose).wait()
+
+
+def recv_async(tensor: Tensor, src: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Pending:
+    """Begin to fill `tensor` with what rank `src` sends."""
+    start = lambda: dist.irecv(tensor, group_src=src, group=group, tag=tag)  # noqa: E731
+    return _issue("recv", purpose, tensor.nbytes, tensor.device, group, start)
+
+
+def recv(tensor: Tensor, src: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Tensor:
+    """Fill `tensor` with what rank `src` sends."""
+    recv_async(tensor, src, group, tag=tag, purpose=purpose).wait()
+    return tensor
+
+
+# ---- objects ------------------------------------------------------------------------------------------------
 
 
 def all_gather_objects(value: Any, group: Group = None) -> list[Any]:

@@ -41,11 +41,18 @@ def wire_factor(operation: str, group_size: int) -> float:
     """
     n = group_size
     share = (n - 1) / n
+    alone = 0.0 if n == 1 else 1.0
     return {
         "all_reduce": 2 * share,
         "all_gather": share,
         "reduce_scatter": share,
-        "broadcast": 1.0 if n > 1 else 0.0,
+        "all_to_all": share,
+        "scatter": share,
+        "gather": share,
+        "broadcast": alone,
+        "reduce": alone,
+        "send": alone,
+        "recv": 0.0,
     }[operation]
 
 

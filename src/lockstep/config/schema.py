@@ -143,6 +143,9 @@ class Parallel:
     """Bucket size of bucketed and ddp, MiB."""
     compression: Literal["none", "bf16", "fp16", "topk", "powersgd"] = "none"
     """Gradient compression of naive, flat, overlap and bucketed."""
+    algorithm: str = "native"
+    """All-reduce of naive, flat, overlap and bucketed: native (the backend's own), naive, tree, ring,
+    recursive_doubling, halving_doubling, double_tree, hierarchical, or auto (the fastest by the cost model)."""
     topk_ratio: float = 0.01
     """Share of the gradient's elements that topk sends."""
     powersgd_rank: int = 4

@@ -14,14 +14,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Group, group_size
+from lockstep.comm.collectives import Group, Pending, all_reduce_async, group_size
 
 T = TypeVar("T", bound=Tensor)
 
 
 class Bucket:
-    def __init__(self, parameters: list[nn.Parameter], group: Group = None, tells_late: bool = False) -> None:
-        self.parameters, self.group = parameters, group
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        group: Group = None,
+        tells_late: bool = False,
+        algorithm: str = "native",
+    ) -> None:
+        self.parameters, self.group, self.algorithm = parameters, group, algorithm
         self.scale = 1.0 / group_size(group)
         count = sum(p.numel() for p in parameters)
         self.buffer = parameters[0].new_zeros(count + len(parameters) + tells_late, requires_grad=False)
@@ -80,6 +86,10 @@ class Bucket:
             for index, placed in enumerate(self.placed):
                 if not placed:
                     self.used[index] = 0.0
+
+    def sum_over_ranks(self, tensor: Tensor, purpose: str = "gradients") -> Pending:
+        """Begin to add up what crosses the network for this bucket."""
+        return all_reduce_async(tensor, group=self.group, purpose=purpose, algorithm=self.algorithm)
 
     def unused_slices(self) -> list[slice]:
         """Where the buffer holds no gradient of this rank."""

@@ -14,7 +14,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from lockstep.comm.collectives import all_gather_async, all_reduce, all_reduce_async
+from lockstep.comm.collectives import all_gather_async
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import Bucket
 
@@ -41,7 +41,7 @@ class Plain(Reducer):
     """One all-reduce of gradients and flags."""
 
     def start(self, bucket: Bucket) -> Callable[[], None]:
-        return all_reduce_async(bucket.buffer, "gradients", bucket.group).wait
+        return bucket.sum_over_ranks(bucket.buffer).wait
 
 
 class Cast(Reducer):
@@ -52,7 +52,7 @@ class Cast(Reducer):
 
     def start(self, bucket: Bucket) -> Callable[[], None]:
         small = bucket.buffer.to(self.dtype)
-        pending = all_reduce_async(small, "gradients", bucket.group)
+        pending = bucket.sum_over_ranks(small)
 
         def finish() -> None:
             pending.wait()
@@ -106,9 +106,9 @@ class TopK(ErrorFeedback):
         self.add_residual(bucket)
         k = min(len(bucket.gradients), max(1, ceil(self.ratio * len(bucket.gradients))))
         indices = bucket.gradients.abs().topk(k, sorted=False).indices
-        values, value_work = all_gather_async(bucket.gradients[indices], "gradients", bucket.group)
-        places, place_work = all_gather_async(indices.int(), "gradients", bucket.group)
-        flag_work = all_reduce_async(bucket.flags, "flags", bucket.group)
+        values, value_work = all_gather_async(bucket.gradients[indices], group=bucket.group, purpose="gradients")
+        places, place_work = all_gather_async(indices.int(), group=bucket.group, purpose="gradients")
+        flag_work = bucket.sum_over_ranks(bucket.flags, "flags")
         self.keep(bucket, bucket.gradients.index_fill(0, indices, 0.0))
 
         def finish() -> None:
@@ -147,7 +147,7 @@ class PowerSGD(ErrorFeedback):
         whole = [bucket.gradients[s] for i, s in enumerate(bucket.slices) if i not in matrices]
         products = [matrix @ self.q[i] for i, matrix in matrices.items()]
         first = torch.cat([t.reshape(-1) for t in (*products, *whole, bucket.flags)])
-        pending = all_reduce_async(first, "gradients", bucket.group)
+        pending = bucket.sum_over_ranks(first)
 
         def finish() -> None:
             pending.wait()
@@ -159,7 +159,7 @@ class PowerSGD(ErrorFeedback):
                 [(m.T @ p).reshape(-1) for m, p in zip(matrices.values(), ps, strict=True)] or [first[:0]]
             )
             if len(second):
-                all_reduce(second, "gradients", bucket.group)
+                bucket.sum_over_ranks(second).wait()
             for (i, matrix), p in zip(matrices.items(), ps, strict=True):
                 self.q[i] = second[: self.q[i].numel()].view_as(self.q[i]).clone()
                 second = second[self.q[i].numel() :]

@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.by_hand import check_algorithm
 from lockstep.comm.collectives import Group, all_gather, all_gather_objects, broadcast, group_size
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import Bucket, assign_buckets
@@ -56,10 +57,13 @@ class DataParallel(nn.Module):
         compression: str = "none",
         topk_ratio: float = 0.01,
         powersgd_rank: int = 4,
+        algorithm: str = "native",
     ) -> None:
+        """`algorithm`: the backend's own all-reduce, one of `comm/algorithms.py` (ring, tree, ...), or auto."""
         super().__init__()
         if sync not in get_args(Sync):
             raise UserError(f"sync is {sync!r}, but it must be one of {', '.join(get_args(Sync))}")
+        check_algorithm(algorithm)
         self.module, self.sync, self.group = module, sync, process_group
         self._size = group_size(process_group)
         self._synchronizing = True
@@ -73,7 +77,7 @@ class DataParallel(nn.Module):
         make_reducer(compression, topk_ratio, powersgd_rank)  # refuses a wrong name, at world size 1 too
         groups = self._group(dense, bucket_mb) if self._size > 1 else []
         self._watches = sync in ("overlap", "bucketed")
-        self.buckets = [Bucket(g, process_group, self._watches and g is groups[-1]) for g in groups]
+        self.buckets = [Bucket(g, process_group, self._watches and g is groups[-1], algorithm) for g in groups]
         self._reducers = [make_reducer(compression, topk_ratio, powersgd_rank) for _ in self.buckets]
         self._launched = 0  # buckets of this round that are on their way: always the first ones
         if self._watches:
@@ -226,9 +230,9 @@ def broadcast_module(module: nn.Module, group: Group = None) -> None:
         return
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_contiguous():
-            broadcast(tensor.data, "parameters", group)
+            broadcast(tensor.data, group=group, purpose="parameters")
         else:
-            tensor.data.copy_(broadcast(tensor.data.contiguous(), "parameters", group))
+            tensor.data.copy_(broadcast(tensor.data.contiguous(), group=group, purpose="parameters"))
 
 
 @torch.no_grad()
@@ -240,7 +244,7 @@ def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
     for buffer in module.buffers():
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
-        flat = broadcast(torch.cat([b.reshape(-1) for b in buffers]), "buffers", group)
+        flat = broadcast(torch.cat([b.reshape(-1) for b in buffers]), group=group, purpose="buffers")
         for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(part.view_as(buffer))
 
@@ -265,14 +269,14 @@ def average_sparse_gradient(parameter: nn.Parameter, group: Group = None) -> Non
             parameter.new_empty((0, *parameter.shape[1:])),
         )
     mine = torch.tensor([len(rows), gradient is not None], device=parameter.device)
-    counts = all_gather(mine, "flags", group)  # (ranks, 2)
+    counts = all_gather(mine, group=group, purpose="flags")  # (ranks, 2)
     if not bool(counts[:, 1].any()):
         return  # unused everywhere: grad stays None
     longest = int(counts[:, 0].max())
     padded_rows, padded_values = rows.new_zeros(longest), values.new_zeros((longest, *values.shape[1:]))
     padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
-    all_rows = all_gather(padded_rows, "gradients", group)
-    all_values = all_gather(padded_values, "gradients", group)
+    all_rows = all_gather(padded_rows, group=group, purpose="gradients")
+    all_values = all_gather(padded_values, group=group, purpose="gradients")
     own = torch.arange(longest, device=rows.device) < counts[:, :1]  # (ranks, longest): not padding
     size = group_size(group)
     parameter.grad = torch.sparse_coo_tensor(all_rows[own][None], all_values[own] / size, parameter.shape).coalesce()

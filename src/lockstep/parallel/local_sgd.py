@@ -73,7 +73,7 @@ class LocalSGD:
             return
         for chunk in assign_buckets(tensors, CHUNK_BYTES):
             flat = torch.cat([t.reshape(-1) for t in chunk]).div_(group_size(self.group))
-            all_reduce(flat, "parameters", self.group)
+            all_reduce(flat, group=self.group, purpose="parameters")
             for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 

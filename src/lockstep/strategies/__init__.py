@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, cast
 
+from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.parallel.compression import COMPRESSIONS
@@ -23,7 +24,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "local_sgd": LocalSGD,
 }
 
-COMPRESSIBLE = ("naive", "flat", "overlap", "bucketed")
+BY_HAND = ("naive", "flat", "overlap", "bucketed")
+"""Those that take a compression and an all-reduce algorithm."""
 
 VARIANTS = ("bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd", "local_sgd+diloco")
 """Options of a strategy that comparisons list as rows of their own."""
@@ -41,9 +43,14 @@ def strategy_named(
         return chosen
     if option == "diloco" and base == "local_sgd":
         return replace(chosen, outer_lr=chosen.outer_lr or 0.7)
-    if option in COMPRESSIONS and base in COMPRESSIBLE:
+    if option in COMPRESSIONS and base in BY_HAND:
         return replace(chosen, compression=cast(Any, option))
-    raise UserError(f"strategy {name!r} does not exist; options of a strategy are {', '.join(VARIANTS)}")
+    if option in ALGORITHM_NAMES and base in BY_HAND:
+        return replace(chosen, algorithm=option)
+    raise UserError(
+        f"strategy {name!r} does not exist; options of a strategy are {', '.join(VARIANTS)}, "
+        f"and an all-reduce algorithm, as in bucketed+ring ({', '.join(ALGORITHM_NAMES)})"
+    )
 
 
 def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
@@ -57,11 +64,12 @@ def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
 def make_strategy(world: World, parallel: Parallel, options: StepOptions) -> Strategy:
     if parallel.data not in STRATEGIES:
         raise UserError(f"parallel.data is {parallel.data!r}, but it must be one of {', '.join(STRATEGIES)}")
-    if parallel.compression != "none" and parallel.data not in COMPRESSIBLE:
-        raise UserError(
-            f"parallel.compression {parallel.compression} does not go with parallel.data {parallel.data}; "
-            f"use {', '.join(COMPRESSIBLE)}"
-        )
+    for option, neutral in (("compression", "none"), ("algorithm", "native")):
+        chosen = getattr(parallel, option)
+        if chosen != neutral and parallel.data not in BY_HAND:
+            raise UserError(
+                f"parallel.{option} {chosen} does not go with parallel.data {parallel.data}; use {', '.join(BY_HAND)}"
+            )
     return STRATEGIES[parallel.data](world, parallel, options)
 
 

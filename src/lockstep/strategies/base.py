@@ -114,8 +114,8 @@ class Strategy(ABC):
     def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
         self.world, self.parallel, self.options = world, parallel, options
         self.dims = ParallelDims().resolve(world.size)
-        self.data_group: Group = None
-        """The ranks that the global batch is cut among; None: all."""
+        self.data_group: Group = world.group
+        """The ranks that the global batch is cut among; None: all, by the world's own backend."""
         self.ledger = Ledger(world.device)
         self.phases = Phases(world.device)
         self.dtype = DTYPES[options.precision]
@@ -223,7 +223,9 @@ class Strategy(ABC):
         loss.backward()
 
     def _sum_over_data_ranks(self, tensor: Tensor, purpose: str) -> Pending:
-        return all_reduce_async(tensor, purpose, self.data_group) if self.dims.data > 1 else Pending(None)
+        if self.dims.data == 1:
+            return Pending(None)
+        return all_reduce_async(tensor, group=self.data_group, purpose=purpose)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.options.precision in ("bf16", "fp16"):

@@ -32,9 +32,11 @@ class HandWritten(Strategy):
             self.model,
             sync=self.sync,
             bucket_mb=self.parallel.bucket_mb,
+            process_group=self.data_group,
             compression=self.parallel.compression,
             topk_ratio=self.parallel.topk_ratio,
             powersgd_rank=self.parallel.powersgd_rank,
+            algorithm=self.parallel.algorithm,
         )
         self.optimizer = make_optimizer(self.trainable())
 

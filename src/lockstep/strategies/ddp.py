@@ -20,10 +20,10 @@ class DDP(Strategy):
         self.optimizer = make_optimizer(self.trainable())
         if self.world.size == 1 or not self.trainable():
             return
-        default = dist.group.WORLD
-        assert default is not None
+        group = self.data_group or dist.group.WORLD
+        assert group is not None
         # Without buffers, DDP broadcasts only once: rank 0's order of buckets, after the first step.
-        self.group = ObservedGroup(default, broadcasts="buffers" if any(True for _ in model.buffers()) else "setup")
+        self.group = ObservedGroup(group, broadcasts="buffers" if any(True for _ in model.buffers()) else "setup")
         self.module = DistributedDataParallel(
             self.model,
             process_group=self.group,

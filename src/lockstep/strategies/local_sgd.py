@@ -19,7 +19,11 @@ class LocalSGD(Strategy):
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = self.module = self.place(model)
         self.averager = Averager(
-            self.model, self.parallel.sync_every, self.parallel.outer_lr, self.parallel.outer_momentum
+            self.model,
+            self.parallel.sync_every,
+            self.parallel.outer_lr,
+            self.parallel.outer_momentum,
+            self.data_group,
         )
         self.optimizer = make_optimizer(self.trainable())
 
@@ -33,13 +37,13 @@ class LocalSGD(Strategy):
     def agree_finite(self, finite: bool) -> bool:
         """Gradients are each rank's own here: one NaN must stop all, or the ranks would meet at different steps."""
         flag = torch.tensor(float(finite), device=self.world.device)
-        return bool(all_reduce(flag, "agreement", op=dist.ReduceOp.MIN) > 0)
+        return bool(all_reduce(flag, dist.ReduceOp.MIN, self.data_group, purpose="agreement") > 0)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The ranks' own gradients differ; what can be held against one process is their mean."""
         mine = super().full_gradients()
         flat = torch.cat([g.reshape(-1) for g in mine.values()])
-        parts = all_reduce(flat / self.world.size, "check").split([g.numel() for g in mine.values()])
+        parts = all_reduce(flat / self.world.size, purpose="check").split([g.numel() for g in mine.values()])
         return {name: part.view_as(mine[name]) for name, part in zip(mine, parts, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -269,6 +269,6 @@ def evaluate(strategy: Strategy, split: Split) -> tuple[float, float]:
         sums += strategy.evaluate(read_share(split, indices, share))
     strategy.model.train()
     if share.count > 1:
-        all_reduce(sums, "evaluation")
+        all_reduce(sums, purpose="evaluation")
     loss, correct, count = sums.tolist()
     return loss / max(count, 1.0), correct / max(count, 1.0)

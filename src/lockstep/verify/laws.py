@@ -70,7 +70,7 @@ def _reduced(bucket: Bucket, gradients: list[Tensor], reducer: Reducer) -> tuple
         bucket.parameters[index].grad = gradient.to(bucket.buffer)
         bucket.place(index)
     bucket.raise_flags()
-    mean = all_reduce(bucket.gradients.clone(), "check")
+    mean = all_reduce(bucket.gradients.clone(), purpose="check")
     bucket.finish = reducer.start(bucket)
     bucket.hand_over()
     return bucket.gradients.clone(), mean
@@ -95,7 +95,7 @@ def _nothing_is_lost(world: World, parallel: Parallel, dtype: torch.dtype, toler
         got, mean = _reduced(bucket, _random_gradients(bucket, world, step), reducer)
         sent, given = sent + got, given + mean
     assert reducer.residual is not None
-    kept = all_reduce(copy.deepcopy(reducer.residual), "check")
+    kept = all_reduce(copy.deepcopy(reducer.residual), purpose="check")
     lost = relative(sent + kept, given)
     return None if lost <= tolerance else f"error feedback lost {lost:.1e} over {FEEDBACK_STEPS} steps"
 

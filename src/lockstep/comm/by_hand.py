@@ -1,0 +1,84 @@
+"""All-reduce by one of our own algorithms, as a call like torch.distributed's."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.algorithms import ALGORITHMS, hierarchical
+from lockstep.comm.cost import choose
+from lockstep.comm.lane import Lane
+from lockstep.comm.reduction import reduction
+from lockstep.comm.wire import Wire, moves_cuda, staging
+from lockstep.errors import UserError
+
+ALGORITHM_NAMES = ("native", *ALGORITHMS, "hierarchical", "auto")
+
+_lanes: dict[dist.ProcessGroup | None, Lane] = {}
+
+
+def check_algorithm(name: str) -> None:
+    if name not in ALGORITHM_NAMES:
+        raise UserError(f"algorithm is {name!r}, but it must be one of {', '.join(ALGORITHM_NAMES)}")
+
+
+def ranks_per_node(size: int) -> int:
+    """As the launcher tells it; ranks of a node are neighbours."""
+    return min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def all_reduce_over(wire: Wire, tensor: Tensor, algorithm: str, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce in place over a wire; returns when it is done."""
+    combine, average = reduction(op, tensor.dtype)
+    staged = staging(tensor, wire.group).contiguous()
+    flat = staged.view(-1)
+    if algorithm == "auto":
+        algorithm = choose(wire, flat.nbytes)
+    if algorithm == "hierarchical":
+        hierarchical(wire, flat, combine, ranks_per_node(wire.size))
+    else:
+        ALGORITHMS[algorithm](wire, flat, combine)
+    if average:
+        flat.div_(wire.size)
+    if staged.data_ptr() != tensor.data_ptr():
+        tensor.copy_(staged)
+
+
+def all_reduce_by_hand(
+    tensor: Tensor, algorithm: str, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> dist.Work:
+    """Begin to reduce in place. On the CPU a thread does it, in the order of the calls; on a GPU, a stream."""
+    check_algorithm(algorithm)
+    wire = Wire(group)
+    data = tensor.detach()
+    if data.is_cuda and moves_cuda(group):
+        return _on_a_stream(wire, data, algorithm, op)
+    if group not in _lanes:
+        _lanes[group] = Lane(f"all-reduce by hand ({algorithm})")
+    return _lanes[group].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor], beside=True)
+
+
+class _StreamWork(dist.Work):
+    """Done when the stream that it was put on is; waiting makes the current stream wait, not the host."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def wait(self, timeout: Any = None) -> bool:
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return True
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _on_a_stream(wire: Wire, tensor: Tensor, algorithm: str, op: Any) -> dist.Work:
+    stream = _streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        all_reduce_over(wire, tensor, algorithm, op)
+    tensor.record_stream(stream)
+    return _StreamWork(stream)

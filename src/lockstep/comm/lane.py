@@ -1,0 +1,135 @@
+"""A lane: work that is done in order, beside the caller or by the caller.
+
+A thread of the lane's own runs what was submitted, so that it overlaps with whatever the caller does. A caller that
+waits has nothing else to do, so it does the work itself, instead of waking a thread and waiting for it: that is what
+makes a small synchronous collective cheap.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class LaneWork(dist.Work):
+    """What a lane has been given to do. torch's engines, in C++ too, know it as a Work."""
+
+    def __init__(self, lane: "Lane", run: Callable[[], None], result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._lane, self._run, self._result = lane, run, result
+        self._future: torch.futures.Future[Any] | None = None
+        self._error: Exception | None = None
+        self.done = False
+
+    def run(self) -> None:
+        """Called by the lane, once."""
+        try:
+            self._lane.check()
+            self._run()
+        except BaseException as error:
+            self._lane.broken = self._lane.broken or error
+            if not isinstance(error, Exception):  # Ctrl-C while the caller did the work
+                raise
+            self._error = error
+        with self._lane.bookkeeping:
+            self.done = True
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: "torch.futures.Future[Any]") -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.done:
+            self._lane.work_until(self)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        with self._lane.bookkeeping:
+            first = self._future is None
+            if self._future is None:
+                self._future = torch.futures.Future()
+            late = first and self.done
+        if late:
+            self._complete(self._future)
+        return self._future
+
+
+class Lane:
+    """Does submitted work in the order of submission."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.broken: BaseException | None = None
+        """The first failure. What comes after it would wait for ranks that are out of step: it fails at once."""
+        self.bookkeeping = threading.Lock()
+        self._waiting: deque[LaneWork] = deque()
+        self._busy = threading.Lock()  # held by whoever works
+        self._calls: SimpleQueue[bool] = SimpleQueue()  # True: there may be work; False: end
+        self._thread: threading.Thread | None = None
+
+    def check(self) -> None:
+        if self.broken is not None:
+            raise RuntimeError(f"{self.name} cannot go on after an earlier failure: {self.broken}") from self.broken
+
+    def submit(self, run: Callable[[], None], result: list[torch.Tensor], beside: bool) -> LaneWork:
+        """Queue `run`. `beside` the caller: on the lane's thread. Otherwise it is done when this returns."""
+        work = LaneWork(self, run, result)
+        if not beside:
+            with self._busy:
+                while self._waiting:
+                    self._waiting.popleft().run()
+                work.run()
+            return work
+        self._waiting.append(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work_forever, name=self.name, daemon=True)
+            self._thread.start()
+        self._calls.put(True)
+        return work
+
+    def work_until(self, wanted: LaneWork) -> None:
+        """Do the work up to and including `wanted`, as far as the thread has not done it."""
+        while not wanted.done:
+            with self._busy:
+                if not wanted.done:
+                    self._waiting.popleft().run()
+
+    def _work_forever(self) -> None:
+        while self._calls.get():
+            with self._busy:
+                if self._waiting:
+                    self._waiting.popleft().run()
+
+    def close(self) -> None:
+        """Let the thread finish what is queued and end."""
+        if self._thread is not None:
+            self._calls.put(False)
+            self._thread.join(timeout=5)
+            self._thread = None

@@ -1,0 +1,187 @@
+"""Every collective, over the board. Tensors are flat and contiguous; n is the number of ranks.
+
+A large tensor goes chunk by chunk, and each rank shows its next chunk before it reads the others' last one, so that
+there is always something to do while others are not ready.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.reduction import Combine
+from lockstep.comm.shm.board import CELL_BYTES, Board, Cell, copy
+
+DIRECT_BYTES = 64 * 1024
+"""Up to here, more than two ranks each add up everything themselves: more work, but half the waiting."""
+
+
+def all_reduce(board: Board, flat: Tensor, combine: Combine) -> None:
+    """Combine in place. Cost per rank and byte: two ranks, copy 1 + add 1; more, copy (2n - 1)/n + add (n - 1)/n."""
+    if board.size == 2 or flat.nbytes <= DIRECT_BYTES:
+        _all_reduce_direct(board, flat, combine)
+    else:
+        _all_reduce_in_parts(board, flat, combine)
+
+
+def _chunks(flat: Tensor, nbytes: int) -> Sequence[Tensor]:
+    return (flat,) if flat.nbytes <= nbytes else flat.split(nbytes // flat.itemsize)
+
+
+def _all_reduce_direct(board: Board, flat: Tensor, combine: Combine, wanted: bool = True) -> None:
+    """Everybody shows everything, and who wants it adds it all up, in rank order: the same bits everywhere."""
+    dtype, others, chunks = flat.dtype, board.others, _chunks(flat, CELL_BYTES)
+    own = _show(board, chunks[0])
+    for number, chunk in enumerate(chunks):
+        length, mine = chunk.numel(), own
+        if number + 1 < len(chunks):
+            own = _show(board, chunks[number + 1])
+        if board.size == 2:
+            theirs = board.look(others[0])
+            if wanted:
+                combine(chunk, theirs.view(dtype, length), out=chunk)
+        else:
+            cells = [mine if rank == board.rank else board.look(rank) for rank in range(board.size)]
+            if wanted:
+                combine(cells[0].view(dtype, length), cells[1].view(dtype, length), out=chunk)
+                for cell in cells[2:]:
+                    combine(chunk, cell.view(dtype, length), out=chunk)
+        for other in others:
+            board.let_go(other)
+
+
+def _show(board: Board, chunk: Tensor) -> Cell:
+    cell = board.take()
+    copy(cell.address, chunk.data_ptr(), chunk.nbytes)
+    board.show()
+    return cell
+
+
+def _all_reduce_in_parts(board: Board, flat: Tensor, combine: Combine) -> None:
+    """Reduce-scatter, then all-gather, chunk by chunk: rank r adds up the r-th part of each chunk.
+
+    turns of each rank: parts 0, parts 1, sum 0, parts 2, sum 1, ...
+    """
+    chunks = [chunk.tensor_split(board.size) for chunk in _chunks(flat, board.size * _part_bytes(board))]
+    _show_parts(board, chunks[0])
+    _add_parts(board, chunks[0], combine)
+    for number, parts in enumerate(chunks):
+        following = chunks[number + 1] if number + 1 < len(chunks) else None
+        if following is not None:
+            _show_parts(board, following)
+        _show(board, parts[board.rank])
+        if following is not None:
+            _add_parts(board, following, combine)
+        for other in board.others:
+            part = parts[other]
+            copy(part.data_ptr(), board.look(other).address, part.nbytes)
+            board.let_go(other)
+
+
+def _part_bytes(board: Board) -> int:
+    """A cell cut into one part per rank, whole elements of any dtype."""
+    return CELL_BYTES // board.size // 16 * 16
+
+
+def _show_parts(board: Board, parts: Sequence[Tensor]) -> None:
+    """Part r goes where rank r will look for it; the own one stays at home."""
+    address, stride = board.take().address, _part_bytes(board)
+    for other in board.others:
+        copy(address + other * stride, parts[other].data_ptr(), parts[other].nbytes)
+    board.show()
+
+
+def _add_parts(board: Board, parts: Sequence[Tensor], combine: Combine) -> None:
+    mine, start = parts[board.rank], board.rank * _part_bytes(board)
+    for other in board.others:
+        combine(mine, board.look(other).view(mine.dtype, mine.numel(), start), out=mine)
+        board.let_go(other)
+
+
+def reduce(board: Board, flat: Tensor, root: int, combine: Combine) -> None:
+    """The root's becomes the combination of all; the others' stay as they are."""
+    _all_reduce_direct(board, flat, combine, wanted=board.rank == root)
+
+
+def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combine: Combine) -> None:
+    """`output` becomes the combination of every rank's `parts[rank]`; the parts stay as they are."""
+    copy(output.data_ptr(), parts[board.rank].data_ptr(), output.nbytes)
+    pieces = [_chunks(output if rank == board.rank else part, _part_bytes(board)) for rank, part in enumerate(parts)]
+    rounds = list(zip(*pieces, strict=True))
+    _show_parts(board, rounds[0])
+    for number, now in enumerate(rounds):
+        if number + 1 < len(rounds):
+            _show_parts(board, rounds[number + 1])
+        _add_parts(board, now, combine)
+
+
+def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> None:
+    """`outputs[r]` becomes rank r's `own`. Who wants nothing (in a gather, all but the root) gives no outputs."""
+    if outputs is not None:
+        copy(outputs[board.rank].data_ptr(), own.data_ptr(), own.nbytes)
+    chunks, start = _chunks(own, CELL_BYTES), 0
+    _show(board, chunks[0])
+    for number, chunk in enumerate(chunks):
+        if number + 1 < len(chunks):
+            _show(board, chunks[number + 1])
+        for other in board.others:
+            cell = board.look(other)
+            if outputs is not None:
+                copy(outputs[other].data_ptr() + start, cell.address, chunk.nbytes)
+            board.let_go(other)
+        start += chunk.nbytes
+
+
+def broadcast(board: Board, flat: Tensor, root: int) -> None:
+    """Everybody gets the root's."""
+    for chunk in _chunks(flat, CELL_BYTES):
+        if board.rank == root:
+            _show(board, chunk)
+        else:
+            copy(chunk.data_ptr(), board.look(root).address, chunk.nbytes)
+            board.let_go(root)
+
+
+def scatter(board: Board, output: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
+    """Rank r gets the root's `parts[r]`; only the root gives parts."""
+    if parts is not None:
+        copy(output.data_ptr(), parts[root].data_ptr(), output.nbytes)
+        for pieces in zip(*(_chunks(part, _part_bytes(board)) for part in parts), strict=True):
+            _show_parts(board, pieces)
+        return
+    start = board.rank * _part_bytes(board)
+    for chunk in _chunks(output, _part_bytes(board)):
+        copy(chunk.data_ptr(), board.look(root).address + start, chunk.nbytes)
+        board.let_go(root)
+
+
+def all_to_all(board: Board, inputs: Sequence[Tensor], outputs: Sequence[Tensor], even: bool) -> None:
+    """`outputs[r]` becomes rank r's `inputs[rank]`. Not `even`: the lengths differ between pairs of ranks."""
+    copy(outputs[board.rank].data_ptr(), inputs[board.rank].data_ptr(), inputs[board.rank].nbytes)
+    elements = max(1, _part_bytes(board) // inputs[0].itemsize)
+    turns = max(1, *(-(-part.numel() // elements) for part in inputs))
+    all_turns = [turns] * board.size if even else _agree(board, turns)
+    for turn in range(max(all_turns)):
+        if turn < turns:
+            _show_parts(board, [part[turn * elements : (turn + 1) * elements] for part in inputs])
+        for other in board.others:
+            if turn < all_turns[other]:
+                cell, piece = board.look(other), outputs[other][turn * elements : (turn + 1) * elements]
+                copy(piece.data_ptr(), cell.address + board.rank * _part_bytes(board), piece.nbytes)
+                board.let_go(other)
+
+
+def _agree(board: Board, number: int) -> list[int]:
+    """Everybody's number."""
+    numbers = torch.empty(board.size, dtype=torch.int64)
+    all_gather(board, torch.tensor([number]), list(numbers.split(1)))
+    return [int(n) for n in numbers]
+
+
+def barrier(board: Board) -> None:
+    """Returns when everybody has come."""
+    board.take()
+    board.show()
+    for other in board.others:
+        board.look(other)
+        board.let_go(other)

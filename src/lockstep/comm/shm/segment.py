@@ -1,0 +1,85 @@
+"""A named piece of memory in /dev/shm that several processes map, and that never outlives them.
+
+The name exists only until everybody has opened it; after that the kernel frees the memory with its last process,
+however that ends. A process killed in between leaves its name behind: it carries the owner, and the next start
+removes what belongs to nobody (`remove_leftovers`).
+"""
+
+import mmap
+import os
+import uuid
+import weakref
+from pathlib import Path
+
+from lockstep.errors import UserError
+
+FOLDER = Path("/dev/shm")
+PREFIX = "lockstep-"
+
+
+def process_namespace() -> int:
+    """Process ids mean something only inside one of these (containers have their own)."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in ticks since boot; None if there is none. Tells a process from a later namesake."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return stat.rpartition(")")[2].split()[19]
+
+
+def remove_leftovers() -> list[str]:
+    """Remove names whose owner, a process of this namespace, is gone. Returns what was removed."""
+    removed = []
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        namespace, pid, started, *_ = [*path.name.removeprefix(PREFIX).split("-"), "", "", ""]
+        if namespace == str(process_namespace()) and pid.isdigit() and _started(int(pid)) != started:
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+class Segment:
+    """`nbytes` of zeros, shared by all who open the same name."""
+
+    def __init__(self, name: str, memory: mmap.mmap) -> None:
+        self.name, self.memory = name, memory
+
+    @classmethod
+    def create(cls, nbytes: int) -> "Segment":
+        remove_leftovers()
+        name = f"{PREFIX}{process_namespace()}-{os.getpid()}-{_started(os.getpid())}-{uuid.uuid4().hex[:12]}"
+        descriptor = os.open(FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # now, not as a SIGBUS at the first touch
+            segment = cls(name, mmap.mmap(descriptor, nbytes))
+            weakref.finalize(segment, _unlink, name)  # should the others never come
+            return segment
+        except OSError as error:
+            _unlink(name)
+            free = os.statvfs(FOLDER).f_bavail * os.statvfs(FOLDER).f_frsize
+            raise UserError(
+                f"shared memory: {nbytes / 2**20:.0f} MiB were asked for and {FOLDER} has {free / 2**20:.0f} MiB free "
+                f"({error.strerror}); enlarge it (docker run --shm-size=1g) or use --backend gloo"
+            ) from None
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def open(cls, name: str) -> "Segment":
+        descriptor = os.open(FOLDER / name, os.O_RDWR)
+        try:
+            return cls(name, mmap.mmap(descriptor, os.fstat(descriptor).st_size))
+        finally:
+            os.close(descriptor)
+
+    def forget_name(self) -> None:
+        """Everybody has it open: from here on it lives exactly as long as its processes."""
+        _unlink(self.name)
+
+
+def _unlink(name: str) -> None:
+    (FOLDER / name).unlink(missing_ok=True)

@@ -1,0 +1,82 @@
+"""Waiting for another process: POSIX semaphores in shared memory, through ctypes.
+
+`post` makes everything written before it visible to whoever returns from the matching `wait` (also on processors
+that reorder memory, where a plain flag in shared memory would not), and a wait that has to be long sleeps in the
+kernel without the interpreter lock.
+"""
+
+import ctypes
+import os
+import select
+import time
+
+LIBC = ctypes.CDLL(None)  # releases the interpreter lock around a call: for the ones that may sleep
+QUICK = ctypes.PyDLL(None)  # keeps it: for the ones that never do
+SIZE = 64
+"""Bytes per semaphore: a sem_t has 32, and two must not share a line of the cache."""
+SPINS = 40
+"""How often to look before going to sleep: about as long as going to sleep and being woken takes."""
+LOOK_EVERY = 0.2
+"""Seconds asleep before looking whether the other process still lives."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+LIBC.sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
+for _function in (QUICK.sem_post, QUICK.sem_trywait):
+    _function.argtypes = (ctypes.c_void_p,)
+QUICK.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+
+post = QUICK.sem_post
+_try = QUICK.sem_trywait
+
+
+def initialize(address: int, value: int) -> None:
+    between_processes = 1
+    if QUICK.sem_init(address, between_processes, value) != 0:
+        raise OSError("sem_init failed")
+
+
+class Peer:
+    """Another rank's process: whom one waits for."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank, self.pid = rank, pid
+        self._descriptor = os.pidfd_open(pid)  # readable once the process has ended; never a later namesake
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+
+    def has_ended(self) -> bool:
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class PeerError(RuntimeError):
+    """A rank died, or did not answer in time."""
+
+
+def wait(address: int, peer: Peer, timeout: float, spins: int = SPINS) -> None:
+    """Take one from the semaphore, which `peer` posts."""
+    if _try(address) == 0:
+        return
+    for _ in range(spins):
+        os.sched_yield()
+        if _try(address) == 0:
+            return
+    deadline = time.monotonic() + timeout
+    while True:
+        now = time.time()  # the clock that sem_timedwait counts by
+        until = now + LOOK_EVERY
+        if LIBC.sem_timedwait(address, _Timespec(int(until), int(until % 1 * 1e9))) == 0:
+            return
+        ended = peer.has_ended()
+        if _try(address) == 0:  # it posted this before it ended
+            return
+        if ended:
+            raise PeerError(f"rank {peer.rank} (process {peer.pid}) has ended, and this rank waits for it")
+        if time.monotonic() > deadline:
+            raise PeerError(f"rank {peer.rank} (process {peer.pid}) did not answer within {timeout:g} s")

@@ -1,0 +1,72 @@
+"""Messages between ranks: all that the algorithms written by hand know of the network."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Message = tuple[Tensor, int]
+"""A tensor, and the rank that it goes to or comes from."""
+
+
+@dataclass
+class Messages:
+    """On their way. `wait()` before touching what is received or overwriting what is sent."""
+
+    works: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class Wire:
+    """Some ranks of a process group, numbered from 0 among themselves, joined by send and receive.
+
+    `delay`: seconds that each call waits before it sends anything, as a slow network would. It is there to check
+    that a benchmark shows what is known to be there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, ranks: list[int] | None = None, delay: float = 0.0):
+        self.group, self.delay = group, delay
+        self.ranks = ranks if ranks is not None else list(range(dist.get_world_size(group)))
+        self.rank = self.ranks.index(dist.get_rank(group))
+        self.size = len(self.ranks)
+
+    def among(self, ranks: list[int]) -> "Wire":
+        """The wire between some of this wire's ranks, of which this rank must be one."""
+        return Wire(self.group, [self.ranks[rank] for rank in ranks], self.delay)
+
+    def exchange(self, send: Sequence[Message] = (), receive: Sequence[Message] = ()) -> Messages:
+        """Begin to send and receive, all at once: one after the other, two ranks that send first would both wait.
+
+        Both ends know the length, so nothing is sent for an empty tensor.
+        """
+        if self.delay and send:
+            time.sleep(self.delay)
+        operations = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=self.ranks[other])
+            for operation, messages in ((dist.isend, send), (dist.irecv, receive))
+            for tensor, other in messages
+            if tensor.numel()
+        ]
+        return Messages(dist.batch_isend_irecv(operations) if operations else ())
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        self.exchange(send=[(tensor, to)]).wait()
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        self.exchange(receive=[(tensor, source)]).wait()
+
+
+def moves_cuda(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group's send and receive take CUDA tensors; if not, they are staged through the host."""
+    return "nccl" in dist.get_backend(group)
+
+
+def staging(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The tensor itself if the group can move it, else a copy on the host."""
+    return tensor if tensor.device.type == "cpu" or moves_cuda(group) else tensor.to(torch.device("cpu"))
