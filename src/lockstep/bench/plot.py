@@ -1,9 +1,14 @@
-"""Step times as a picture."""
+"""Benchmarks as pictures."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lockstep.bench.comm_reading import Curve, human
 from lockstep.bench.train import Timing
 from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def plot_timings(timings: list[Timing], file: Path) -> None:
@@ -26,6 +31,39 @@ def plot_timings(timings: list[Timing], file: Path) -> None:
     axes.set_xlabel("step time, ms (median; whiskers p10 and p90)")
     axes.set_title(f"{timings[0].parameters:,} parameters, global batch {timings[0].batch_size}", loc="left")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    _save(figure, file)
+
+
+def plot_curves(curves: list[Curve], file: Path) -> None:
+    """Bus bandwidth and time over size, both axes logarithmic: one line per collective and candidate."""
+    from matplotlib.figure import Figure  # slow to import, and needed here only
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    several = len({c.collective for c in curves}) > 1
+    for number, curve in enumerate(curves):
+        sizes = [r.nbytes for r in curve.rows]
+        label = f"{curve.collective}, {curve.candidate.name}" if several else curve.candidate.name
+        style = {"marker": "osD^vP*X"[number % 8], "markersize": 4, "color": f"C{number % 10}"}
+        left.plot(sizes, [r.busbw for r in curve.rows], label=label, **style)
+        right.plot(sizes, [1e6 * r.p50 for r in curve.rows], **style)
+        right.fill_between(sizes, [1e6 * r.p50 for r in curve.rows], [1e6 * r.p99 for r in curve.rows], alpha=0.15)
+    for axes, label in ((left, "bus bandwidth, GB/s"), (right, "time, us (p50; shaded up to p99)")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: human(size)))
+        axes.tick_params(axis="x", rotation=30)
+        axes.set_xlabel("size")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    what = "collectives" if several else curves[0].collective
+    figure.suptitle(f"{what}, {curves[0].rows[0].ranks} ranks", x=0.01, ha="left")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    _save(figure, file)
+
+
+def _save(figure: "Figure", file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
     except ValueError as error:

@@ -19,6 +19,7 @@ COMMANDS = {  # name -> (module, what it answers)
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
     "train": ("lockstep.cli.train", "train this model for real"),
     "verify": ("lockstep.cli.verify", "is this strategy correct? each against one process, and against theory"),
+    "bench comm": ("lockstep.cli.bench_comm", "what does my interconnect give? collectives in nccl-tests' terms"),
     "bench train": ("lockstep.cli.bench_train", "which strategy is fastest? steps of each, in turns, in one run"),
 }
 
@@ -26,6 +27,7 @@ EXAMPLES = """\
 examples:
   lockstep demo
   lockstep train configs/digits_cnn.yaml --nproc 2 --parallel.data overlap
+  lockstep bench comm --nproc 2 --against gloo
   lockstep verify --strategies naive bucketed --world-size 2 3
   torchrun --nproc_per_node=4 -m lockstep train configs/digits_cnn.yaml"""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -81,6 +82,12 @@ def refuse_positional(argv: list[str], command: str) -> None:
     """Commands without a config file: say what a stray word is not."""
     if argv and not argv[0].startswith("-"):
         raise UserError(f"lockstep {command} takes flags only, but was given {argv[0]!r}")
+
+
+def check_folder(flag: str, file: str | None) -> None:
+    """Refuse a file whose folder is not there before the work is done, not after."""
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise UserError(f"{flag} {file}: there is no folder {Path(file).absolute().parent}; make it first")
 
 
 def sections(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from lockstep.bench.plot import plot_timings
 from lockstep.bench.train import Timing, bench_train
-from lockstep.cli.arguments import RunArguments, config_from, parse, sections
+from lockstep.cli.arguments import RunArguments, check_folder, config_from, parse, sections
 from lockstep.cli.tables import console, new_table
 from lockstep.config import Config
 from lockstep.errors import UserError
@@ -51,8 +51,7 @@ def main(argv: list[str]) -> int:
     if arguments.steps < 1 or arguments.warmup < 0:
         raise UserError(f"--steps {arguments.steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
     for flag, file in (("--csv", arguments.csv), ("--plot", arguments.plot)):
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise UserError(f"{flag} {file}: there is no folder {Path(file).absolute().parent}; make it first")
+        check_folder(flag, file)
     names = strategy_names(arguments.strategies)
     work = (config, names, arguments.steps, arguments.warmup)
     timings: list[Timing] = run_on_ranks(_bench, *work, launch=arguments.launch, default_nproc=2)[0]
