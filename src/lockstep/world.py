@@ -87,7 +87,7 @@ def join_world(
         return
     one_host = local_world == size and sys.platform == "linux"
     backend = backend or ("nccl" if torch_device.type == "cuda" else "shm" if one_host else "gloo")
-    _check_backend(backend, torch_device)
+    check_backend(backend, torch_device)
     if share_gpu and backend == "nccl":
         os.environ.update(share_gpu_environment(rank))
     _init_process_group(backend, rank, size, timeout)
@@ -98,7 +98,7 @@ def join_world(
     dist.destroy_process_group()
 
 
-def _check_backend(backend: str, device: torch.device) -> None:
+def check_backend(backend: str, device: torch.device) -> None:
     available = {b for b in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{b}_available")()}
     if hasattr(dist.Backend, "SHM"):
         available.add("shm")

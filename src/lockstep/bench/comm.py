@@ -26,7 +26,7 @@ from lockstep.comm.ledger import Mark, mark, seconds_between, wire_factor
 from lockstep.comm.reduction import reduction
 from lockstep.comm.wire import Wire
 from lockstep.errors import UserError
-from lockstep.world import World
+from lockstep.world import World, check_backend
 
 DTYPES = {
     "float": torch.float32,
@@ -168,55 +168,49 @@ class Trial:
         self.op = OPS[sweep.op]
         self.input.zero_()
         self.output.zero_()
+        native = candidate.algorithm == "native"
+        self.run = self._native() if native else self._by_hand(candidate.algorithm)
+        """Performs it once; synchronous (on a GPU: to the stream)."""
 
-    def run(self) -> None:
-        """Perform it once; synchronous (on a GPU: to the stream)."""
-        if self.candidate.algorithm == "native":
-            self._native()
-        else:
-            self._by_hand(self.candidate.algorithm)
+    def _native(self) -> Callable[[], object]:
+        """All but the collective itself is done here, out of the timed part."""
+        whole, out, op, group = self.input, self.output, self.op, self.group
+        inputs, outputs, first = list(whole.split(self.part)), list(out.split(self.part)), out[: self.part]
+        mine, is_root = inputs[self.rank % len(inputs)], self.rank == 0
+        right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        table: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(whole, op=op, group=group),
+            "all_gather": lambda: collectives._all_gather_single(out, mine, group=group),
+            "reduce_scatter": lambda: collectives._reduce_scatter_single(first, whole, op=op, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(out, whole, group=group),
+            "broadcast": lambda: dist.broadcast(whole, group_src=0, group=group),
+            "reduce": lambda: dist.reduce(whole, group_dst=0, op=op, group=group),
+            "gather": lambda: dist.gather(mine, outputs if is_root else None, group_dst=0, group=group),
+            "scatter": lambda: dist.scatter(first, inputs if is_root else None, group_src=0, group=group),
+            "send_recv": lambda: self.wire.exchange([(whole, right)], [(out, left)]).wait(),
+        }
+        return table[self.collective]
 
-    def _native(self) -> None:
-        group, parts = self.group, self.input.split(self.part)
-        match self.collective:
-            case "all_reduce":
-                dist.all_reduce(self.input, op=self.op, group=group)
-            case "all_gather":
-                collectives._all_gather_single(self.output, parts[self.rank], group=group)
-            case "reduce_scatter":
-                collectives._reduce_scatter_single(self.output[: self.part], self.input, op=self.op, group=group)
-            case "all_to_all":
-                dist.all_to_all_single(self.output, self.input, group=group)
-            case "broadcast":
-                dist.broadcast(self.input, group_src=0, group=group)
-            case "reduce":
-                dist.reduce(self.input, group_dst=0, op=self.op, group=group)
-            case "gather":
-                outputs = list(self.output.split(self.part)) if self.rank == 0 else None
-                dist.gather(parts[self.rank], outputs, group_dst=0, group=group)
-            case "scatter":
-                inputs = list(parts) if self.rank == 0 else None
-                dist.scatter(self.output[: self.part], inputs, group_src=0, group=group)
-            case "send_recv":
-                right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-                self.wire.exchange([(self.input, right)], [(self.output, left)]).wait()
+    def _by_hand(self, algorithm: str) -> Callable[[], object]:
+        inputs, outputs = self.input.split(self.part), self.output.split(self.part)
+        combine, average = reduction(self.op, self.input.dtype)
 
-    def _by_hand(self, algorithm: str) -> None:
-        match self.collective:
-            case "all_reduce":
-                all_reduce_over(self.wire, self.input, algorithm, self.op)
-            case "reduce_scatter":
-                combine, average = reduction(self.op, self.input.dtype)
-                total = ring_reduce_scatter(self.wire, self.input.split(self.part), combine)
-                self.output[: self.part].copy_(total)
-                if average:
-                    self.output[: self.part].div_(self.size)
-            case "all_gather":
-                chunks = self.output.split(self.part)
-                chunks[self.rank].copy_(self.input[self.rank * self.part : (self.rank + 1) * self.part])
-                ring_all_gather(self.wire, chunks)
-            case "broadcast":
-                tree_broadcast(self.wire, self.input)
+        def reduce_scatter() -> None:
+            outputs[0].copy_(ring_reduce_scatter(self.wire, inputs, combine))
+            if average:
+                outputs[0].div_(self.size)
+
+        def all_gather() -> None:
+            outputs[self.rank].copy_(inputs[self.rank])
+            ring_all_gather(self.wire, outputs)
+
+        table: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: all_reduce_over(self.wire, self.input, algorithm, self.op),
+            "reduce_scatter": reduce_scatter,
+            "all_gather": all_gather,
+            "broadcast": lambda: tree_broadcast(self.wire, self.input),
+        }
+        return table[self.collective]
 
     # ---- is it right?
 
@@ -311,6 +305,8 @@ def bench_comm(
 
 
 def make_groups(world: World, backends: list[str]) -> dict[str, Group]:
+    for backend in backends:
+        check_backend(backend, world.device)
     return {b: None if b == world.backend else dist.new_group(backend=b) for b in backends}
 
 

@@ -18,7 +18,7 @@ from lockstep.models import parameter_count, training_flops
 from lockstep.strategies import Strategy, strategy_named
 from lockstep.training import prepare_strategy
 from lockstep.training.loop import load_data
-from lockstep.world import World
+from lockstep.world import World, check_backend
 
 Progress = Callable[[], None]
 
@@ -83,8 +83,9 @@ def bench_train(
     """Time `steps` steps of each strategy after `warmup` untimed ones. A step counts as long as its slowest rank."""
     check_ranges(config)
     dataset = load_data(world, config)
-    peaks = {n: peak_memory(world, config, n, dataset) for n in names}
-    strategies = {n: prepare_named(world, config, n, dataset) for n in names}
+    worlds = {n: world_of(world, n) for n in names}
+    peaks = {n: peak_memory(worlds[n], config, n, dataset) for n in names}
+    strategies = {n: prepare_named(worlds[n], config, n, dataset) for n in names}
     timings = {n: new_timing(n, strategy, config, peaks[n]) for n, strategy in strategies.items()}
     sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
     batches = [indices for indices in sampler.epoch(0) if len(indices) == config.train.batch_size]
@@ -129,8 +130,18 @@ def _synchronize(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
+def world_of(world: World, name: str) -> World:
+    """`ddp@gloo`: the same ranks, joined by another backend than the run's."""
+    backend = name.partition("@")[2]
+    if not backend or backend == world.backend or world.size == 1:
+        return world
+    check_backend(backend, world.device)
+    return replace(world, backend=backend, group=dist.new_group(backend=backend))
+
+
 def prepare_named(world: World, config: Config, name: str, dataset: DataSet) -> Strategy:
-    return prepare_strategy(world, replace(config, parallel=strategy_named(name, config.parallel)), dataset)
+    parallel = strategy_named(name.partition("@")[0], config.parallel)
+    return prepare_strategy(world, replace(config, parallel=parallel), dataset)
 
 
 def new_timing(name: str, strategy: Strategy, config: Config, peak_mib: float) -> Timing:

@@ -223,7 +223,7 @@ def _show_rows(screen: Console, rows: list[Row], sweep: Sweep, compared: bool) -
     for row in rows:
         cells = [row.candidate.name] if several else []
         cells += [f"{row.nbytes}", f"{row.count}", row.dtype, row.op, _us(row.time)]
-        cells += [f"{row.algbw:.3g}", f"{row.busbw:.3g}", "N/A" if row.wrong is None else str(row.wrong)]
+        cells += [f"{row.algbw:.3f}", f"{row.busbw:.3f}", "N/A" if row.wrong is None else str(row.wrong)]
         cells += [_us(row.p50), _us(row.p99), _us(row.max), str(row.slow_rank)]
         table.add_row(*cells, *((f"{row.p50 / base[row.nbytes]:.3f}",) if compared else ()))
     screen.print(table)

@@ -30,10 +30,12 @@ class BenchTrainArguments(RunArguments):
     lockstep bench train --strategies ddp bucketed flat overlap naive
 
     lockstep bench train configs/bench_gpt25m.yaml --strategies ddp bucketed --steps 40 --csv gpt.csv
+
+    lockstep bench train configs/bench_mlp16.yaml --strategies ddp@gloo ddp@shm bucketed@shm
     """
 
     strategies: tuple[str, ...] = ("ddp", "bucketed", "flat", "overlap", "naive")
-    """Names, or all; the first is the one that ratios refer to."""
+    """Names, or all; the first is the one that ratios refer to. An @ names the backend: ddp@gloo bucketed@shm."""
     steps: int = 30
     """Timed steps of each strategy."""
     warmup: int = 3
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--steps {arguments.steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
     for flag, file in (("--csv", arguments.csv), ("--plot", arguments.plot)):
         check_folder(flag, file)
-    names = strategy_names(arguments.strategies)
+    names = _names(arguments.strategies)
     work = (config, names, arguments.steps, arguments.warmup)
     timings: list[Timing] = run_on_ranks(_bench, *work, launch=arguments.launch, default_nproc=2)[0]
     if os.environ.get("RANK", "0") == "0":
@@ -62,6 +64,15 @@ def main(argv: list[str]) -> int:
         if arguments.plot is not None:
             plot_timings(timings, Path(arguments.plot))
     return 0
+
+
+def _names(wanted: tuple[str, ...]) -> list[str]:
+    """`all` spelt out, each strategy known; the backend after an @ stays."""
+    names = []
+    for word in wanted:
+        strategy, at, backend = word.partition("@")
+        names += [f"{name}{at}{backend}" for name in strategy_names([strategy])]
+    return list(dict.fromkeys(names))
 
 
 def _bench(world: World, config: Config, names: list[str], steps: int, warmup: int) -> list[Timing]:

@@ -57,7 +57,7 @@ def all_reduce_by_hand(
         return _on_a_stream(wire, data, algorithm, op)
     if group not in _lanes:
         _lanes[group] = Lane(f"all-reduce by hand ({algorithm})")
-    return _lanes[group].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor], beside=True)
+    return _lanes[group].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor])
 
 
 class _StreamWork(dist.Work):

@@ -37,8 +37,7 @@ class LaneWork(dist.Work):
                 raise
             self._error = error
         with self._lane.bookkeeping:
-            self.done = True
-            future = self._future
+            self.done, future = True, self._future
         if future is not None:
             self._complete(future)
 
@@ -54,6 +53,13 @@ class LaneWork(dist.Work):
         if self._error is not None:
             raise self._error
         return True
+
+    @classmethod
+    def finished(cls, lane: "Lane", result: list[torch.Tensor]) -> "LaneWork":
+        """For a caller that wants a Work for what is already done."""
+        work = cls(lane, _nothing, result)
+        work.done = True
+        return work
 
     def synchronize(self) -> None:
         self.wait()
@@ -81,6 +87,10 @@ class LaneWork(dist.Work):
         return self._future
 
 
+def _nothing() -> None:
+    """What is left to do of finished work."""
+
+
 class Lane:
     """Does submitted work in the order of submission."""
 
@@ -88,6 +98,8 @@ class Lane:
         self.name = name
         self.broken: BaseException | None = None
         """The first failure. What comes after it would wait for ranks that are out of step: it fails at once."""
+        self.beside = False
+        """The lane's thread is at work, beside a caller that has other things to do."""
         self.bookkeeping = threading.Lock()
         self._waiting: deque[LaneWork] = deque()
         self._busy = threading.Lock()  # held by whoever works
@@ -98,15 +110,21 @@ class Lane:
         if self.broken is not None:
             raise RuntimeError(f"{self.name} cannot go on after an earlier failure: {self.broken}") from self.broken
 
-    def submit(self, run: Callable[[], None], result: list[torch.Tensor], beside: bool) -> LaneWork:
-        """Queue `run`. `beside` the caller: on the lane's thread. Otherwise it is done when this returns."""
+    def do(self, run: Callable[..., None], *args: Any) -> None:
+        """Do what is queued, then run(*args), here and now."""
+        with self._busy:
+            while self._waiting:
+                self._waiting.popleft().run()
+            self.check()
+            try:
+                run(*args)
+            except BaseException as error:
+                self.broken = error
+                raise
+
+    def submit(self, run: Callable[[], None], result: list[torch.Tensor]) -> LaneWork:
+        """Queue `run`, to be done beside the caller, on the lane's thread."""
         work = LaneWork(self, run, result)
-        if not beside:
-            with self._busy:
-                while self._waiting:
-                    self._waiting.popleft().run()
-                work.run()
-            return work
         self._waiting.append(work)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work_forever, name=self.name, daemon=True)
@@ -125,7 +143,9 @@ class Lane:
         while self._calls.get():
             with self._busy:
                 if self._waiting:
+                    self.beside = True
                     self._waiting.popleft().run()
+                    self.beside = False
 
     def close(self) -> None:
         """Let the thread finish what is queued and end."""

@@ -15,8 +15,10 @@ import ctypes
 import torch
 from torch import Tensor
 
+from lockstep.comm.lane import Lane
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.segment import Segment
+from lockstep.comm.shm.semaphore import post, try_wait
 
 DEPTH = 2
 CELL_BYTES = 2 * 1024 * 1024
@@ -49,8 +51,11 @@ class Cell:
 class Board:
     """One rank's hold on the board of a group."""
 
-    def __init__(self, segment: Segment, rank: int, peers: dict[int, semaphore.Peer], timeout: float) -> None:
+    def __init__(
+        self, segment: Segment, rank: int, peers: dict[int, semaphore.Peer], timeout: float, lane: Lane
+    ) -> None:
         """`peers`: all ranks of the group but this one."""
+        self._lane = lane
         self.rank, self.size, self.peers, self.timeout = rank, len(peers) + 1, peers, timeout
         self.others = sorted(peers)
         memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
@@ -78,24 +83,26 @@ class Board:
     def take(self) -> Cell:
         """The next of this rank's cells, free to be written."""
         for address, peer in self._let_go:
-            semaphore.wait(address, peer, self.timeout)
+            if try_wait(address):
+                semaphore.wait(address, peer, self.timeout, self._lane.beside)
         return self._cells[self.rank][self._written % DEPTH]
 
     def show(self) -> None:
         """The cell taken last is written: all others may read it, and so may we, until the cell's next turn."""
         self._written += 1
         for address in self._to_show:
-            semaphore.post(address)
+            post(address)
 
     def look(self, writer: int) -> Cell:
         """The writer's next cell, once it is shown."""
-        semaphore.wait(self._shown[writer], self.peers[writer], self.timeout)
+        if try_wait(self._shown[writer]):
+            semaphore.wait(self._shown[writer], self.peers[writer], self.timeout, self._lane.beside)
         return self._cells[writer][self._read[writer] % DEPTH]
 
     def let_go(self, writer: int) -> None:
         """Done with the cell looked at last."""
         self._read[writer] += 1
-        semaphore.post(self._to_let_go[writer])
+        post(self._to_let_go[writer])
 
 
 def _semaphore_bytes(size: int) -> int:

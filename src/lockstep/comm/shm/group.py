@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.lane import Lane
+from lockstep.comm.lane import Lane, LaneWork
 from lockstep.comm.reduction import reduction
 from lockstep.comm.shm import operations
 from lockstep.comm.shm.board import Board, board_bytes
@@ -56,12 +56,12 @@ class ShmGroup(dist.ProcessGroup):
         self._peers = {r: Peer(r, int(pid)) for r, (_, pid) in enumerate(everyone) if r != self._rank}
         if self._rank == 0:
             segment = Segment.create(board_bytes(self._size))
-            self._board = Board(segment, self._rank, self._peers, self._timeout)
+            self._board = Board(segment, self._rank, self._peers, self._timeout, self._collectives)
             self._board.initialize()
             self._store.set("board", segment.name)
         else:
             segment = Segment.open(self._store.get("board").decode())
-            self._board = Board(segment, self._rank, self._peers, self._timeout)
+            self._board = Board(segment, self._rank, self._peers, self._timeout, self._collectives)
         operations.barrier(self._board)
         segment.forget_name()
 
@@ -115,13 +115,15 @@ class ShmGroup(dist.ProcessGroup):
         if board is None:
             if self._size > 1:
                 raise RuntimeError("this shm group has been destroyed")
-            return self._collectives.submit(lambda: None, result, beside=False)
-        beside = getattr(opts, "asyncOp", True)
-        return self._collectives.submit(lambda: run(board), result, beside)
+            return LaneWork.finished(self._collectives, result)
+        if not getattr(opts, "asyncOp", True):
+            self._collectives.do(run, board)
+            return LaneWork.finished(self._collectives, result)
+        return self._collectives.submit(lambda: run(board), result)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        opts = opts or dist.AllreduceOptions()
+        opts = dist.AllreduceOptions() if opts is None else opts
         flats = [_flat(t) for t in tensors]
         combine, average = reduction(opts.reduceOp, flats[0].dtype)
 
@@ -273,12 +275,12 @@ class ShmGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> dist.Work:
         flat = _flat(tensors[0])
         lane, mailbox = self._post("to", destination)
-        return lane.submit(lambda: mailbox.send(flat, tag), tensors, beside=True)
+        return lane.submit(lambda: mailbox.send(flat, tag), tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
         flat = _flat(tensors[0])
         lane, mailbox = self._post("from", source)
-        return lane.submit(lambda: mailbox.receive(flat, tag), tensors, beside=True)
+        return lane.submit(lambda: mailbox.receive(flat, tag), tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         raise ValueError("the shm backend receives from a rank that is named: give src to recv")

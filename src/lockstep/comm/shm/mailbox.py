@@ -40,7 +40,7 @@ class Mailbox:
         """Returns once the whole message is in shared memory, or as much of it as the receiver left no room for."""
         source, left = flat.data_ptr(), flat.nbytes
         while True:
-            semaphore.wait(self._free, self.peer, self.timeout)
+            semaphore.wait(self._free, self.peer, self.timeout, beside=False)
             cell = self._cells[self._turn % DEPTH]
             if left == flat.nbytes:
                 header = (ctypes.c_int64 * 2)(tag, flat.nbytes)
@@ -72,7 +72,7 @@ class Mailbox:
 
     def _peek(self) -> tuple[int, int]:
         """Wait for the next message; its tag and length. `_take` must follow."""
-        semaphore.wait(self._filled, self.peer, self.timeout)
+        semaphore.wait(self._filled, self.peer, self.timeout, beside=False)
         tag, nbytes = (ctypes.c_int64 * 2).from_address(self._cells[self._turn % DEPTH].address)
         return tag, nbytes
 
@@ -85,7 +85,7 @@ class Mailbox:
             target, left = target + length, left - length
             if left == 0:
                 return
-            semaphore.wait(self._filled, self.peer, self.timeout)
+            semaphore.wait(self._filled, self.peer, self.timeout, beside=False)
 
 
 def _check_length(wanted: int, found: int, rank: int, tag: int) -> None:
