@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lockstep.comm.collectives import new_buffer
 from lockstep.comm.shm import segment
 from lockstep.comm.shm.board import CELL_BYTES
+from lockstep.comm.shm.shared import held_bytes
 from lockstep.errors import RankError
 from lockstep.world import World
 from tests.ranks import on_ranks
@@ -190,6 +192,25 @@ def check_groups(world: World) -> None:
     assert bool((world_tensor == world.size**3).all())
 
 
+def check_shared(world: World) -> None:
+    """Tensors made in shared memory: reduced where they lie, freed when they are no longer used, odd lengths too."""
+    for length in (1, world.size - 1, 1000, 300_001):
+        tensor = new_buffer(length, torch.float32, torch.device("cpu"))
+        assert held_bytes() == 4 * length
+        for _ in range(3):
+            tensor.copy_(numbers(length, torch.float32, world.rank))
+            dist.all_reduce(tensor)
+            total = sum(numbers(length, torch.float32, r) for r in range(world.size))
+            assert isinstance(total, Tensor)
+            same(tensor, total, f"shared {length}")
+        whole = tensor.clone()
+        dist.all_reduce(tensor[: length // 2])  # a part of it is an ordinary tensor
+        same(tensor[length // 2 :], whole[length // 2 :], "the rest stays")
+        del tensor
+        assert held_bytes() == 0
+    dist.barrier()
+
+
 def check_refusals(world: World) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         dist.all_reduce(torch.zeros(4, 4).t()[1:])
@@ -220,7 +241,10 @@ def check_overlap(world: World) -> None:
 @pytest.mark.parametrize("nproc", [2, 3, 4])
 def test_operations(nproc: int) -> None:
     on_ranks(
-        run_checks, nproc, ("reductions", "same_bits", "collectives", "messages", "groups", "overlap"), timeout=100
+        run_checks,
+        nproc,
+        ("reductions", "same_bits", "collectives", "messages", "groups", "overlap", "shared"),
+        timeout=100,
     )
     assert not left_in_shm()
 

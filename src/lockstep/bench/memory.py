@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.comm.shm.shared import held_bytes
+
 MIB = 1024 * 1024
 
 
@@ -36,9 +38,11 @@ def measure_peak(device: torch.device) -> Iterator[PeakMemory]:
         result.mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its start on stderr
+    shared_before = held_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield result
-    result.mib = _peak_of(profiler) / MIB
+        shared = held_bytes() - shared_before  # tensors in shared memory stay as long as what uses them
+    result.mib = (_peak_of(profiler) + max(0, shared)) / MIB
 
 
 def _peak_of(profiler: profile) -> int:

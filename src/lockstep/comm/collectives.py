@@ -32,6 +32,17 @@ def group_rank(group: Group = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
+def new_buffer(length: int, dtype: torch.dtype, device: torch.device, group: Group = None) -> Tensor:
+    """Zeros to be sent again and again: in memory that the backend need not copy, where it has such.
+
+    All ranks of the group make theirs together.
+    """
+    chosen = group or (dist.group.WORLD if dist.is_initialized() else None)
+    make_shared = getattr(chosen, "shared_empty", None)
+    shared: Tensor | None = make_shared(length, dtype) if make_shared is not None and device.type == "cpu" else None
+    return torch.zeros(length, dtype=dtype, device=device) if shared is None else shared.zero_()
+
+
 class Pending:
     """A collective on its way. `wait()` before touching its tensors."""
 

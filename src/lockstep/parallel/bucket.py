@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Group, Pending, all_reduce_async, group_size
+from lockstep.comm.collectives import Group, Pending, all_reduce_async, group_size, new_buffer
 
 T = TypeVar("T", bound=Tensor)
 
@@ -30,7 +30,8 @@ class Bucket:
         self.parameters, self.group, self.algorithm = parameters, group, algorithm
         self.scale = 1.0 / group_size(group)
         count = sum(p.numel() for p in parameters)
-        self.buffer = parameters[0].new_zeros(count + len(parameters) + tells_late, requires_grad=False)
+        like = parameters[0]
+        self.buffer = new_buffer(count + len(parameters) + tells_late, like.dtype, like.device, group)
         self.gradients, self.flags = self.buffer[:count], self.buffer[count:]
         self.used, self.late = self.flags[: len(parameters)], self.flags[len(parameters) :]
         self.has_late_gradients = False

@@ -25,6 +25,7 @@ from lockstep.comm.shm.board import Board, board_bytes
 from lockstep.comm.shm.mailbox import MAILBOX_BYTES, Mailbox
 from lockstep.comm.shm.segment import Segment, process_namespace
 from lockstep.comm.shm.semaphore import Peer
+from lockstep.comm.shm.shared import SharedTensors, shared_bytes
 from lockstep.errors import UserError
 
 
@@ -39,6 +40,8 @@ class ShmGroup(dist.ProcessGroup):
         self._posts: dict[tuple[str, int], tuple[Lane, Mailbox]] = {}
         self._peers: dict[int, Peer] = {}
         self._opening = threading.Lock()
+        self._shared = SharedTensors()
+        self._allocations = 0
         self._board: Board | None = None
         if size > 1:
             self._meet()
@@ -64,6 +67,28 @@ class ShmGroup(dist.ProcessGroup):
             self._board = Board(segment, self._rank, self._peers, self._timeout, self._collectives)
         operations.barrier(self._board)
         segment.forget_name()
+
+    def shared_empty(self, length: int, dtype: torch.dtype) -> Tensor | None:
+        """A tensor that all-reduces without being copied; all ranks make theirs together. None: there is no room."""
+        if self._board is None or length == 0:
+            return None
+        key = f"shared/{self._allocations}"
+        self._allocations += 1
+        if self._rank == 0:
+            try:
+                segment = Segment.create(shared_bytes(self._size, length * dtype.itemsize))
+            except UserError:  # a small /dev/shm, as containers have: ordinary memory does as well, at a copy
+                self._store.set(key, "")
+                return None
+            self._store.set(key, segment.name)
+        else:
+            name = self._store.get(key).decode()
+            if not name:
+                return None
+            segment = Segment.open(name)
+        self.barrier().wait()
+        segment.forget_name()
+        return self._shared.add(segment, self._rank, self._size, length, dtype)
 
     # ---- what torch asks of a group ---------------------------------------------------------------------
 
@@ -130,7 +155,11 @@ class ShmGroup(dist.ProcessGroup):
         def run(board: Board) -> None:
             for flat in flats:
                 if flat.numel():
-                    operations.all_reduce(board, flat, combine)
+                    everyone = self._shared.find(flat) if self._shared else None
+                    if everyone is not None:
+                        operations.all_reduce_shared(board, everyone, combine)
+                    else:
+                        operations.all_reduce(board, flat, combine)
                     if average:
                         flat.div_(self._size)
 

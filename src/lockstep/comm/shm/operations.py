@@ -98,6 +98,28 @@ def _add_parts(board: Board, parts: Sequence[Tensor], combine: Combine) -> None:
         board.let_go(other)
 
 
+SHARED_CHUNK_BYTES = 256 * 1024
+"""So small that a chunk's sum is still in the cache when it is written to the others."""
+
+
+def all_reduce_shared(board: Board, everyone: Sequence[Tensor], combine: Combine) -> None:
+    """Combine tensors that all ranks can see, each in place. Cost per rank and byte: add (n-1)/n + copy (n-1)/n.
+
+    Rank r adds up the r-th part of everybody's, where it lies, and writes the sum to where the others want it. Only
+    twice does anybody wait: until all have come, and until all are done.
+    """
+    barrier(board)
+    parts = [tensor.tensor_split(board.size)[board.rank] for tensor in everyone]
+    pieces = [_chunks(part, SHARED_CHUNK_BYTES) for part in parts]
+    for chunks in zip(*pieces, strict=True):
+        mine = chunks[board.rank]
+        for other in board.others:
+            combine(mine, chunks[other], out=mine)
+        for other in board.others:
+            copy(chunks[other].data_ptr(), mine.data_ptr(), mine.nbytes)
+    barrier(board)
+
+
 def reduce(board: Board, flat: Tensor, root: int, combine: Combine) -> None:
     """The root's becomes the combination of all; the others' stay as they are."""
     _all_reduce_direct(board, flat, combine, wanted=board.rank == root)

@@ -1,0 +1,70 @@
+"""Tensors that live in shared memory from the start, so that a collective on them copies nothing in or out.
+
+All ranks of a group make one together; each gets its own, and sees everybody's. What a rank would otherwise have to
+show chunk by chunk on the board is then already there for all to read, and a result can be written to where it is
+wanted.
+"""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.shm.segment import Segment
+
+ALIGNMENT = 128
+
+_held = 0
+
+
+def held_bytes() -> int:
+    """Bytes of this rank's own shared tensors that are alive: no allocator of torch's counts them."""
+    return _held
+
+
+def shared_bytes(size: int, nbytes: int) -> int:
+    return size * _stride(nbytes)
+
+
+def _stride(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class SharedTensors:
+    """Everybody's tensor of one allocation, by rank. Forgotten when this rank's own is no longer used."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, list[Tensor]] = {}
+
+    def add(self, segment: Segment, rank: int, size: int, length: int, dtype: torch.dtype) -> Tensor:
+        global _held
+        memory, nbytes = torch.frombuffer(segment.memory, dtype=torch.uint8), length * dtype.itemsize
+        everyone = [memory[r * _stride(nbytes) :][:nbytes].view(dtype) for r in range(size)]
+        own = everyone[rank]
+        # `everyone` must not keep the rank's own tensor object alive: it is by its end that we know.
+        everyone[rank] = own.data
+        self._by_address[own.data_ptr()] = everyone
+        _held += nbytes
+        weakref.finalize(own, _forget, weakref.ref(self), own.data_ptr(), nbytes)
+        return own
+
+    def find(self, flat: Tensor) -> list[Tensor] | None:
+        """Everybody's, if `flat` is the whole of a tensor made here."""
+        everyone = self._by_address.get(flat.data_ptr())
+        if everyone is None or everyone[0].numel() != flat.numel() or everyone[0].dtype != flat.dtype:
+            return None
+        return everyone
+
+    def __bool__(self) -> bool:
+        return bool(self._by_address)
+
+    def forget(self, address: int) -> None:
+        self._by_address.pop(address, None)
+
+
+def _forget(shared: "weakref.ref[SharedTensors]", address: int, nbytes: int) -> None:
+    global _held
+    _held -= nbytes
+    tensors = shared()
+    if tensors is not None:
+        tensors.forget(address)
