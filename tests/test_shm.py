@@ -301,15 +301,14 @@ def engines(world: World) -> None:
         assert e is not None
         assert torch.allclose(p.grad.full_tensor(), e, atol=1e-6)
 
-    matrix = torch.arange(30.0).view(10, 3)  # uneven over 4 ranks
+    matrix = torch.arange(30.0).view(10, 3)  # uneven over 3 ranks
     rows = distribute_tensor(matrix, mesh, [Shard(0)])
     assert torch.equal(rows.redistribute(mesh, [Shard(1)]).full_tensor(), matrix)
     assert torch.equal((rows.t() @ rows).redistribute(mesh, [Replicate()]).to_local(), matrix.t() @ matrix)
 
 
 def test_pytorch_engines_run_unchanged() -> None:
-    on_ranks(engines, 2, timeout=100)
-    on_ranks(engines, 4, timeout=100)
+    on_ranks(engines, 3, timeout=100)
 
 
 def pipeline(world: World) -> None:

@@ -183,13 +183,13 @@ def _remove_leftovers() -> None:
 def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch) -> Any:
     """The life of one rank that the agent started (the agent wraps it in `@record` itself)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective, and silently
-    _die_with_parent()
+    die_with_parent()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
         return function(world, *args)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Leave no orphan when the agent itself is killed: Linux sends us SIGKILL then."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -10,12 +10,32 @@ import tyro
 from lockstep.config import CNN, Config, Data, Model, Parallel, Train, check_ranges, load_config
 from lockstep.config.load import nearest, valid_keys
 from lockstep.errors import UserError
-from lockstep.launch import Launch
+from lockstep.launch import Launch, adopt_environment
+from lockstep.link import run_over_link, without_flag
 
 T = TypeVar("T")
 
 SHORT = {"--model": "--model.name", "--data": "--data.name"}
 """What people type."""
+
+
+LinkFlag = Annotated[
+    str | None,
+    tyro.conf.arg(
+        help="Run on 2 nodes x 2 ranks (or --nproc in all) joined by a network of this rate, and perhaps one-way "
+        "latency: 1gbit, 100mbit,5ms. The nodes are Linux network namespaces of this machine: needs root and iproute2."
+    ),
+]
+
+
+def over_link(command: str, link: str, argv: list[str], launch: Launch) -> int:
+    """Run the same command, without its --link, on the ranks of two nodes."""
+    if adopt_environment():
+        raise UserError("--link starts its own nodes; leave it out under torchrun and srun")
+    if launch.backend == "shm":
+        raise UserError("--link joins nodes by a network, and --backend shm is for ranks of one machine; use gloo")
+    rest = without_flag(argv, "--link", "--nproc")
+    return run_over_link(link, [*command.split(), *rest], launch.nproc)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from lockstep.bench.comm import BY_HAND, COLLECTIVES, DTYPES, OPS, Pairs, Row, Sweep, bench_comm, bench_pairs
 from lockstep.bench.comm_reading import FITTED, UTILISATION, curves, fit_rows, gradient_costs, human, sentences
 from lockstep.bench.plot import plot_curves
-from lockstep.cli.arguments import check_folder, parse, refuse_positional
+from lockstep.cli.arguments import LinkFlag, check_folder, over_link, parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.comm.by_hand import ranks_per_node
 from lockstep.errors import UserError
@@ -41,6 +41,8 @@ class BenchCommArguments:
     lockstep bench comm --nproc 2 --against gloo -b 4K -e 64M -f 4
 
     lockstep bench comm --nproc 4 --algorithms all --fit -b 1K -e 16M -f 8 --plot algorithms.png
+
+    lockstep bench comm --link 1gbit -b 1M -e 64M -f 4 --algorithms native ring hierarchical
 
     lockstep bench comm --collectives all pairs --csv comm.csv --json comm.json
     """
@@ -74,6 +76,7 @@ class BenchCommArguments:
     """Fit the cost model to the all-reduces by hand; show it against what was measured."""
     delay_ms: float = 0.0
     """Hold back every message of the algorithms by hand by so much: what is put in must come out of the figures."""
+    link: LinkFlag = None
     csv: str | None = None
     """Write one line per size to this file."""
     json: str | None = None
@@ -112,6 +115,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--op avg is for floating-point types, and --dtype is {sweep.dtype}; use --op sum")
     for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
         check_folder(flag, file)
+    if arguments.link is not None:
+        return over_link("bench comm", arguments.link, argv, arguments.launch)
     work = (names, list(arguments.against), algorithms, sweep)
     result: Result = run_on_ranks(_bench, *work, launch=arguments.launch, default_nproc=2)[0]
     if os.environ.get("RANK", "0") == "0":
@@ -235,13 +240,14 @@ def _us(seconds: float) -> str:
 
 def _show_pairs(screen: Console, pairs: Pairs, backend: str) -> None:
     size = len(pairs.latency)
-    for title, matrix, scale in (
-        (f"latency of 8 B between ranks, us ({backend}; half a round trip)", pairs.latency, 1e6),
-        (f"bandwidth of 4 MiB between ranks, GB/s ({backend}; one way)", pairs.bandwidth, 1e-9),
+    screen.print("between each two ranks, one pair at a time: half a round trip of 8 B, and the rate of 4 MiB one way")
+    for title, matrix, written in (
+        (f"8 B, us ({backend})", pairs.latency, _us),
+        (f"4 MiB, GB/s ({backend})", pairs.bandwidth, lambda rate: f"{rate / 1e9:.3f}"),
     ):
         table = new_table(title, ("rank",), tuple(str(r) for r in range(size)))
         for rank, line in enumerate(matrix):
-            table.add_row(str(rank), *("-" if o == rank else f"{scale * v:.3g}" for o, v in enumerate(line)))
+            table.add_row(str(rank), *("-" if o == rank else written(v) for o, v in enumerate(line)))
         screen.print(table)
 
 
@@ -280,7 +286,7 @@ def _show_reading(screen: Console, result: Result) -> None:
         return
     best = max(reduces, key=lambda c: c.peak.busbw)
     table = new_table(
-        f"gradients (fp32) of a model over this link: all_reduce by {best.candidate.name}, 2(n-1)/n S / busbw",
+        f"fp32 gradients over this link, all_reduce by {best.candidate.name}",
         ("model",),
         ("gradients\nMB", "items\n/rank/step", "communication\nms", "computation\nms", "share of\nstep %"),
     )
@@ -295,8 +301,8 @@ def _show_reading(screen: Console, result: Result) -> None:
         )
     screen.print(table)
     screen.print(
-        f"Nothing overlapped. Computation: 6 FLOP per parameter and item at {UTILISATION:.0%} of "
-        f"{result.peak_flops / 1e12:.3g} TFLOP/s per rank ({result.peak_source})."
+        f"Communication: 2(n-1)/n S / busbw, nothing overlapped. Computation: 6 FLOP per parameter and item at "
+        f"{UTILISATION:.0%} of {result.peak_flops / 1e12:.3g} TFLOP/s per rank ({result.peak_source})."
     )
 
 

@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from lockstep.bench.plot import plot_timings
 from lockstep.bench.train import Timing, bench_train
-from lockstep.cli.arguments import RunArguments, check_folder, config_from, parse, sections
+from lockstep.cli.arguments import LinkFlag, RunArguments, check_folder, config_from, over_link, parse, sections
 from lockstep.cli.tables import console, new_table
 from lockstep.config import Config
 from lockstep.errors import UserError
@@ -40,6 +40,7 @@ class BenchTrainArguments(RunArguments):
     """Timed steps of each strategy."""
     warmup: int = 3
     """Untimed steps before."""
+    link: LinkFlag = None
     csv: str | None = None
     """Write one line per strategy to this file."""
     plot: str | None = None
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
     for flag, file in (("--csv", arguments.csv), ("--plot", arguments.plot)):
         check_folder(flag, file)
     names = _names(arguments.strategies)
+    if arguments.link is not None:
+        return over_link("bench train", arguments.link, argv, arguments.launch)
     work = (config, names, arguments.steps, arguments.warmup)
     timings: list[Timing] = run_on_ranks(_bench, *work, launch=arguments.launch, default_nproc=2)[0]
     if os.environ.get("RANK", "0") == "0":

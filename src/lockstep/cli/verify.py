@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lockstep.cli.arguments import config_from, parse
+from lockstep.cli.arguments import LinkFlag, config_from, over_link, parse
 from lockstep.cli.tables import console, new_table
 from lockstep.config import CNN, Config, Model, check_ranges
 from lockstep.errors import UserError
@@ -37,6 +37,7 @@ class VerifyArguments:
     """Numbers of ranks to verify with. Under torchrun: that of torchrun."""
     steps: int = 20
     precision: Literal["fp64", "fp32"] = "fp64"
+    link: LinkFlag = None
     launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
     model: Model = field(default_factory=CNN)
     """Verify with this model. Without a --model flag: a small CNN and a small GPT."""
@@ -49,6 +50,8 @@ def main(argv: list[str]) -> int:
     names = [name for name in strategy_names(arguments.strategies) if name != "single"]
     check_ranges(Config(model=arguments.model))
     request = Request(names, arguments.steps, arguments.model if own_model else None, arguments.precision)
+    if arguments.link is not None:
+        return over_link("verify", arguments.link, argv, arguments.launch)
     launch, sizes = arguments.launch, arguments.world_size
     if launch.nproc is not None:
         sizes = (launch.nproc,)

@@ -188,7 +188,11 @@ def ring_all_gather(wire: Wire, chunks: Sequence[Tensor]) -> None:
     rank, size = wire.rank, wire.size
     right, left = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
-        wire.exchange([(chunks[(rank - step) % size], right)], [(chunks[(rank - step - 1) % size], left)]).wait()
+        sent, arriving = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        # In pieces here too: between two ranks, gloo sends one message and then the other, not both at once.
+        under_way = [wire.exchange(s, r) for s, r, _, _ in _piecewise(sent, right, arriving, arriving, left)]
+        for messages in under_way:
+            messages.wait()
 
 
 def tree_reduce(wire: Wire, flat: Tensor, combine: Combine) -> None:

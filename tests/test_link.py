@@ -1,0 +1,130 @@
+"""Two nodes on one machine, joined by a shaped network: real multi-node launch, the rate it shows, what it leaves."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.link import check_possible, parse_link, run_over_link, without_flag
+
+
+def why_not() -> str | None:
+    try:
+        check_possible(parse_link("1gbit,1ms"))
+    except UserError as error:
+        return str(error)
+    probe = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "true"]
+    return None if subprocess.run(probe, capture_output=True).returncode == 0 else "unshare is not allowed here"
+
+
+needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+
+def lockstep(*arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "lockstep", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def network() -> tuple[set[str], set[str]]:
+    """Devices of this machine and named namespaces."""
+    named = Path("/run/netns")
+    return set(os.listdir("/sys/class/net")), set(os.listdir(named)) if named.is_dir() else set()
+
+
+def test_links_are_read_and_refused() -> None:
+    assert parse_link("1gbit").bits_per_second == 1e9
+    slow = parse_link("100Mbit, 5ms")
+    assert (slow.bits_per_second, slow.latency) == (1e8, 0.005)
+    for wrong in ("fast", "1", "1gbit,5", "1gbit,fast", "1.2.3gbit"):
+        with pytest.raises(UserError, match=r"give a rate and perhaps a latency, such as 1gbit or 100mbit,5ms"):
+            parse_link(wrong)
+    with pytest.raises(UserError, match="from 100kbit to 100gbit"):
+        parse_link("900gbit")
+    with pytest.raises(UserError, match="--nproc must be even, and it is 3"):
+        run_over_link("1gbit", [], 3)
+
+
+def test_flags_are_taken_out_in_both_spellings() -> None:
+    argv = ["--link", "1gbit", "--nproc=4", "--steps", "3", "--nproc", "2", "--link=x"]
+    assert without_flag(argv, "--link", "--nproc") == ["--steps", "3"]
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda command: None if command == "tc" else f"/sbin/{command}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UserError, match=r"needs root, iproute2 and util-linux; missing here: the command tc, root"):
+        check_possible(parse_link("1gbit"))
+
+
+@needs_namespaces
+def test_the_shaped_rate_shows_between_nodes_and_not_inside(tmp_path: Path) -> None:
+    before = network()
+    file = tmp_path / "comm.json"
+    flags = ["-b", "8M", "-e", "8M", "-n", "4", "-w", "1", "--json", str(file)]
+    process = lockstep("bench", "comm", "--link", "200mbit", "--collectives", "all_reduce", "pairs", *flags)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    assert "4 ranks" in out
+    found = json.loads(file.read_text())
+    rate = 200e6 / 8
+    pairs = found["pairs"]["bandwidth_bytes_per_s"]
+    for a, b in ((0, 2), (0, 3), (1, 2), (1, 3)):
+        assert 0.9 * rate < pairs[a][b] < 1.1 * rate
+    assert pairs[0][1] > 3 * rate
+    assert pairs[2][3] > 3 * rate
+    (row,) = found["rows"]
+    assert row["wrong"] == 0
+    assert 0.85 * rate < row["busbw_gbps"] * 1e9 < 1.1 * rate
+    assert network() == before
+
+
+@needs_namespaces
+def test_latency_shows_and_training_is_equal_over_it() -> None:
+    flags = ("--strategies", "bucketed", "bucketed+ring", "--steps", "3")
+    process = lockstep("verify", "--link", "1gbit,2ms", "--nproc", "2", *flags)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    assert "2 of 2 passed" in out
+    process = lockstep("bench", "comm", "--link", "1gbit,20ms", "--nproc", "2", "--collectives", "pairs")
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    latency = float(re.findall(r"^ 0\s+-\s+(\d+)", out, re.MULTILINE)[0])
+    assert 20_000 < latency < 25_000  # us
+
+
+@needs_namespaces
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_however_it_ends(how: signal.Signals) -> None:
+    before = network()
+    process = lockstep("bench", "comm", "--link", "10mbit", "-b", "16M", "-e", "16M")
+    deadline = time.monotonic() + 60
+    family: list[psutil.Process] = []
+    while len(family) < 8 and time.monotonic() < deadline:  # two nodes of unshare, torchrun and two ranks
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 8
+    process.send_signal(how)
+    process.communicate(timeout=20)
+    assert process.returncode == (-9 if how == signal.SIGKILL else 130)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, [p.cmdline() for p in alive]
+    assert network() == before
+
+
+@needs_namespaces
+def test_a_mistake_inside_the_nodes_is_one_line() -> None:
+    process = lockstep("bench", "train", "--link", "1gbit", "--data.name", "mnist", "--data.no-download")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
