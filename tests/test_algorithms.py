@@ -217,7 +217,7 @@ def test_an_unknown_algorithm_is_refused() -> None:
     st.floats(1e-11, 1e-8),
 )
 def test_the_fit_finds_the_prices_that_made_the_times(ranks: int, message: float, sent: float, added: float) -> None:
-    true = Prices(message, sent, added)
+    true = Prices(message, sent, added, message / 5, sent / 7)
     sizes = [2**k for k in range(8, 26, 3)]
     samples = [Sample(a, ranks, s, true.predict(a, ranks, s)) for a in ALGORITHMS for s in sizes]
     found = fit(samples)
@@ -228,6 +228,7 @@ def test_the_fit_finds_the_prices_that_made_the_times(ranks: int, message: float
 def test_costs_are_the_formulas_of_the_text() -> None:
     ring = cost("ring", 4, 1000)
     assert (ring.messages, ring.nbytes, ring.added) == (6, 1500, 750)
+    assert (ring.all_messages, ring.all_bytes) == (24, 6000)
     doubling = cost("recursive_doubling", 8, 1000)
     assert (doubling.messages, doubling.nbytes, doubling.added) == (3, 3000, 3000)
     folded = cost("halving_doubling", 3, 1000)

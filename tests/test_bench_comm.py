@@ -61,7 +61,7 @@ def test_the_reading_follows_from_the_rows() -> None:
 
 
 def test_the_fit_of_rows_recovers_the_prices_that_made_them() -> None:
-    true = Prices(2e-5, 5e-10, 1e-10)
+    true = Prices(2e-5, 5e-10, 1e-10, 1e-6, 1e-11)
     sizes = (1024, 2**16, 2**22)
     rows = [row(s, true.predict(a, 4, s), algorithm=a) for a in ALGORITHMS for s in sizes]
     fitted = fit_rows(rows, ranks_per_node=4)

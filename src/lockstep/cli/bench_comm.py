@@ -264,11 +264,11 @@ def _show_fit(screen: Console, result: Result) -> None:
         table.add_row(p.algorithm, str(p.nbytes), _us(p.measured), _us(p.predicted), f"{100 * p.error:+.0f}")
     screen.print(table)
     errors = sorted(abs(p.error) for p in predictions)
-    sent = f"{1e-9 / prices.byte_sent:.2f} GB/s sent" if prices.byte_sent else "bytes sent free"
-    added = f"{1e-9 / prices.byte_added:.2f} GB/s added" if prices.byte_added else "bytes added free"
     screen.print(
-        f"{1e6 * prices.message:.1f} us per message, {sent}, {added}; "
-        f"error {errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at most"
+        f"On the busiest rank: {1e6 * prices.message:.1f} us per message, {1e12 * prices.byte_sent:.0f} us/MB sent, "
+        f"{1e12 * prices.byte_added:.0f} us/MB added. On any rank: {1e6 * prices.any_message:.1f} us per message, "
+        f"{1e12 * prices.any_byte:.0f} us/MB.\n"
+        f"Error {errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at most."
     )
     for nbytes in dict.fromkeys(p.nbytes for p in predictions):
         of_size = [p for p in predictions if p.nbytes == nbytes]

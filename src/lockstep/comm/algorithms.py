@@ -10,7 +10,8 @@ Tensors are flat and contiguous, and combined in place; `combine` is torch.add, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -289,48 +290,57 @@ def _piecewise(
 
 @dataclass(frozen=True)
 class Cost:
-    """What the busiest rank does."""
+    """What the busiest rank does, one thing after the other; and what all ranks do together."""
 
     messages: float
     nbytes: float
     added: float
+    all_messages: float
+    all_bytes: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def _log2(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _folding(n: int, size: float) -> Cost:
-    is_power_of_two = n & (n - 1) == 0
-    return Cost(0, 0, 0) if is_power_of_two else Cost(2, 2 * size, size)
+def _pieces_of(size: float) -> int:
+    return max(1, ceil(size / PIECE_BYTES))
 
 
 def cost(algorithm: str, n: int, size: float, ranks_per_node: int = 1) -> Cost:
-    """Of an all-reduce of `size` bytes over n ranks: the formulas of the docstrings."""
+    """Of an all-reduce of `size` bytes over n ranks: the formulas of the docstrings, and their sums over the ranks."""
     if n == 1:
-        return Cost(0, 0, 0)
-    share, levels, pieces = (n - 1) / n, _log2(n), max(1.0, size / 2 / PIECE_BYTES)
-    core_levels, fold = n.bit_length() - 1, _folding(n, size)
+        return Cost(0, 0, 0, 0, 0)
+    levels = _log2(n)
+    core_levels = n.bit_length() - 1
+    core = 1 << core_levels
+    extra = n - core
+    fold = Cost(2, 2 * size, size, 2 * extra, 2 * extra * size) if extra else Cost(0, 0, 0, 0, 0)
     match algorithm:
         case "naive":
-            return Cost(2 * (n - 1), 2 * (n - 1) * size, (n - 1) * size)
+            return Cost(2 * (n - 1), 2 * (n - 1) * size, (n - 1) * size, 2 * (n - 1), 2 * (n - 1) * size)
         case "tree":
-            return Cost(2 * levels, 2 * levels * size, levels * size)
+            return Cost(2 * levels, 2 * levels * size, levels * size, 2 * (n - 1), 2 * (n - 1) * size)
         case "ring":
-            return Cost(2 * (n - 1), 2 * share * size, share * size)
+            messages, share = 2 * (n - 1) * _pieces_of(size / n), (n - 1) / n * size
+            return Cost(messages, 2 * share, share, n * messages, n * 2 * share)
         case "recursive_doubling":
-            return Cost(core_levels + fold.messages, core_levels * size + fold.nbytes, core_levels * size + fold.added)
+            sent = core_levels * size
+            return fold + Cost(core_levels, sent, sent, core * core_levels, core * sent)
         case "halving_doubling":
-            core = 1 << core_levels
             part = (core - 1) / core * size
-            return Cost(2 * core_levels + fold.messages, 2 * part + fold.nbytes, part + fold.added)
+            return fold + Cost(2 * core_levels, 2 * part, part, core * 2 * core_levels, core * 2 * part)
         case "double_tree":
-            return Cost(2 * (levels + pieces), 2 * size, size)
+            pieces = _pieces_of(size / 2)
+            return Cost(2 * (levels + pieces), 2 * size, size, 4 * (n - 1) * pieces, 2 * (n - 1) * size)
         case "hierarchical":
             local = min(ranks_per_node, n)
-            nodes, depth = -(-n // local), _log2(local)
-            across = (nodes - 1) / nodes
-            return Cost(2 * depth + 2 * (nodes - 1), (2 * depth + 2 * across) * size, (depth + across) * size)
+            nodes, depth = ceil(n / local), _log2(local)
+            inside = Cost(2 * depth, 2 * depth * size, depth * size, 2 * (n - nodes), 2 * (n - nodes) * size)
+            return inside + cost("ring", nodes, size)
     raise KeyError(algorithm)
 
 

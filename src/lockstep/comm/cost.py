@@ -1,14 +1,16 @@
 """A cost model of the all-reduce algorithms: which one is fastest for this size, on these ranks?
 
-    time = messages * latency + bytes * (seconds per byte sent) + added * (seconds per byte added)
+    time = what the busiest rank does, one thing after the other:  messages, bytes sent, bytes added
+         + what all ranks do together:                             messages, bytes
 
-The counts are the algorithms' own (`algorithms.cost`); the three prices are fitted to measured times by least squares
-of the relative error, none below zero.
+each at a price. The second line is for ranks that share a machine: with more ranks than cores, or one memory for all,
+somebody else's message takes time too. The counts are the algorithms' own (`algorithms.cost`); the prices are fitted to
+measured times by least squares of the relative error, none below zero.
 """
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import combinations
 
 import numpy as np
@@ -35,22 +37,25 @@ class Prices:
     """What the host and its network charge."""
 
     message: float
-    """Seconds per message."""
+    """Seconds per message of the busiest rank."""
     byte_sent: float
     byte_added: float
+    any_message: float
+    """Seconds per message of any rank."""
+    any_byte: float
 
     def predict(self, algorithm: str, ranks: int, nbytes: int, ranks_per_node: int = 1) -> float:
         """Seconds of an all-reduce."""
-        work = cost(algorithm, ranks, nbytes, ranks_per_node)
-        return work.messages * self.message + work.nbytes * self.byte_sent + work.added * self.byte_added
+        work = astuple(cost(algorithm, ranks, nbytes, ranks_per_node))
+        return sum(count * price for count, price in zip(work, astuple(self), strict=True))
 
 
 def fit(samples: Iterable[Sample]) -> Prices:
     """The prices that explain the samples best: each sample counts by its relative error."""
     rows, total = [], []
     for s in samples:
-        work = cost(s.algorithm, s.ranks, s.nbytes, s.ranks_per_node)
-        rows.append([work.messages / s.seconds, work.nbytes / s.seconds, work.added / s.seconds])
+        work = astuple(cost(s.algorithm, s.ranks, s.nbytes, s.ranks_per_node))
+        rows.append([count / s.seconds for count in work])
         total.append(1.0)
     return Prices(*_least_squares(np.array(rows), np.array(total)))
 
@@ -102,6 +107,6 @@ def measure(wire: Wire, repeats: int = 5) -> Prices:
                 times.append(time.perf_counter() - start)
             samples.append(Sample(name, wire.size, nbytes, float(np.median(times[1:]))))
     prices = fit(samples)
-    told = torch.tensor([prices.message, prices.byte_sent, prices.byte_added], dtype=torch.float64, device=device)
+    told = torch.tensor(astuple(prices), dtype=torch.float64, device=device)
     tree_broadcast(wire, told)
     return Prices(*told.tolist())
