@@ -137,7 +137,7 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.Captu
     files = {name: str(tmp_path / f"comm.{name}") for name in ("csv", "json", "svg")}
     flags = ["-b", "8", "-e", "64K", "-f", "90", "-n", "4", "-w", "1", "--nproc", "2", "--against", "gloo"]
     flags += ["--collectives", "all_reduce", "pairs", "--algorithms", "native", "ring", "tree", "--fit"]
-    flags += ["--csv", files["csv"], "--json", files["json"], "--plot", files["svg"]]
+    flags += ["--device", "cpu", "--csv", files["csv"], "--json", files["json"], "--plot", files["svg"]]
     assert main(["bench", "comm", *flags]) == 0
     out = capfd.readouterr().out
     for expected in ("busbw", "#wrong", "p99", "ratio", "shm ring", "error", "auto takes", "latency floor", "GPT, 7B"):

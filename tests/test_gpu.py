@@ -4,12 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lockstep.bench.comm import COLLECTIVES, Sweep, bench_comm, bench_pairs
+from lockstep.comm.algorithms import ALGORITHMS
+from lockstep.comm.by_hand import all_reduce_over
+from lockstep.comm.collectives import all_reduce_async
+from lockstep.comm.wire import Wire
 from lockstep.config import GPT, Config, Data, Train, load_config
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.strategies import STRATEGIES, VARIANTS
 from lockstep.training import train
 from lockstep.verify import Request, verify
+from lockstep.world import World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,3 +57,45 @@ def test_compile_on_a_gpu() -> None:
     config = load_config("configs/digits_cnn.yaml")
     config.train.compile, config.train.steps = True, 30
     assert on_gpu(train, 1, config, None, True)[0].losses[-1] < 2.3
+
+
+def every_algorithm(world: World) -> None:
+    """On NCCL directly, and over gloo, which moves no CUDA tensors, staged through the host."""
+    gloo = dist.new_group(backend="gloo")
+    for wire in (Wire(), Wire(gloo)):
+        dist.barrier(group=wire.group)  # NCCL's first call must be everybody's
+        for algorithm in (*ALGORITHMS, "hierarchical", "auto"):
+            for length in (0, 1, 7, 1_000_003):
+                tensor = (torch.arange(length, device=world.device) % 5 + world.rank).float()
+                total = torch.arange(length, device=world.device) % 5 * world.size + sum(range(world.size))
+                all_reduce_over(wire, tensor, algorithm)
+                assert torch.equal(tensor, total.float()), (algorithm, length)
+    tensor = torch.full((1000,), float(world.rank), device=world.device)
+    pending = all_reduce_async(tensor, algorithm="ring")
+    pending.wait()
+    assert bool((tensor == sum(range(world.size))).all())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_reduce_by_hand_on_cuda_tensors(ranks: int) -> None:
+    on_gpu(every_algorithm, ranks)
+
+
+def every_collective(world: World) -> list[int | None]:
+    rows = bench_comm(world, list(COLLECTIVES), ["nccl"], ["native", "ring", "tree"], Sweep((64, 1 << 20), 3, 1))
+    pairs = bench_pairs(world, "nccl", 2)
+    assert pairs.bandwidth[0][1] > 0
+    return [row.wrong for row in rows]
+
+
+def test_bench_comm_on_nccl() -> None:
+    assert set(on_gpu(every_collective, 2)[0]) == {0}
+
+
+def refuses_cuda(world: World) -> None:
+    with pytest.raises(ValueError, match=r"the shm backend moves CPU tensors, and this one is on cuda:0; use nccl"):
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=dist.new_group(backend="shm"))
+
+
+def test_shm_refuses_cuda_tensors() -> None:
+    on_gpu(refuses_cuda, 2)

@@ -307,7 +307,10 @@ def bench_comm(
 def make_groups(world: World, backends: list[str]) -> dict[str, Group]:
     for backend in backends:
         check_backend(backend, world.device)
-    return {b: None if b == world.backend else dist.new_group(backend=b) for b in backends}
+    groups = {b: None if b == world.backend else dist.new_group(backend=b) for b in backends}
+    for group in groups.values():
+        dist.barrier(group=group)  # NCCL's first call must be everybody's, not a pair's
+    return groups
 
 
 def _measure(world: World, trials: list[Trial], sweep: Sweep) -> list[Row]:

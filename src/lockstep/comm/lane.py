@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.openmp import use_one_thread_here
+
 
 class LaneWork(dist.Work):
     """What a lane has been given to do. torch's engines, in C++ too, know it as a Work."""
@@ -140,6 +142,7 @@ class Lane:
                     self._waiting.popleft().run()
 
     def _work_forever(self) -> None:
+        use_one_thread_here()
         while self._calls.get():
             with self._busy:
                 if self._waiting:

@@ -27,7 +27,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 BY_HAND = ("naive", "flat", "overlap", "bucketed")
 """Those that take a compression and an all-reduce algorithm."""
 
-VARIANTS = ("bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd", "local_sgd+diloco")
+VARIANTS = ("bucketed+ring", "bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd", "local_sgd+diloco")
 """Options of a strategy that comparisons list as rows of their own."""
 
 
