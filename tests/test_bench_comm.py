@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.bench.comm import COLLECTIVES, Candidate, Row, Sweep, Trial, bench_comm, bus_factor
+from lockstep.bench.comm import Row, bench_comm, bus_factor
 from lockstep.bench.comm_reading import curves, fit_rows, gradient_costs, human, sentences
+from lockstep.bench.trial import COLLECTIVES, Candidate, Sweep, Trial
 from lockstep.cli import main
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.bench.comm import COLLECTIVES, Sweep, bench_comm, bench_pairs
+from lockstep.bench.comm import bench_comm
+from lockstep.bench.pairs import bench_pairs
+from lockstep.bench.trial import COLLECTIVES, Sweep
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.by_hand import all_reduce_over
 from lockstep.comm.collectives import all_reduce_async

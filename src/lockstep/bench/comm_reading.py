@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.bench.comm import Candidate, Row
+from lockstep.bench.comm import Row
+from lockstep.bench.trial import Candidate
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices, Sample, fit
 

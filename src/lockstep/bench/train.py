@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.bench.memory import measure_peak
-from lockstep.comm.collectives import all_gather_objects
+from lockstep.comm.collectives import all_gather_objects, barrier
 from lockstep.comm.ledger import Ledger, Traffic
 from lockstep.config import Config, check_ranges
 from lockstep.data import Batch, DataSet, Sampler, read_share
@@ -116,8 +116,7 @@ def peak_memory(world: World, config: Config, name: str, dataset: DataSet, steps
 
 def timed_step(world: World, strategy: Strategy, batch: Batch) -> float:
     """Seconds from a common start to the end of the device's work."""
-    if world.size > 1:
-        dist.barrier()
+    barrier()
     _synchronize(world)
     start = time.perf_counter()
     strategy.step(batch)

@@ -1,7 +1,5 @@
 """`lockstep bench comm`."""
 
-import csv
-import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -10,14 +8,16 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from rich.console import Console
 from rich.progress import Progress
 
-from lockstep.bench.comm import BY_HAND, COLLECTIVES, DTYPES, OPS, Pairs, Row, Sweep, bench_comm, bench_pairs
-from lockstep.bench.comm_reading import FITTED, UTILISATION, curves, fit_rows, gradient_costs, human, sentences
+from lockstep.bench.comm import bench_comm
+from lockstep.bench.comm_reading import FITTED, curves
+from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.plot import plot_curves
+from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
 from lockstep.cli.arguments import LinkFlag, check_folder, over_link, parse, refuse_positional
-from lockstep.cli.tables import console, new_table
+from lockstep.cli.comm_tables import Result, show_fit, show_pairs, show_reading, show_rows, write_csv, write_json
+from lockstep.cli.tables import console
 from lockstep.comm.by_hand import ranks_per_node
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
@@ -83,19 +83,6 @@ class BenchCommArguments:
     """Write everything, each iteration of each rank too, to this file."""
     plot: str | None = None
     """Draw bandwidth and latency over size, log-log, to this file (.png, .svg or .pdf)."""
-
-
-@dataclass
-class Result:
-    """What the ranks found."""
-
-    rows: list[Row]
-    pairs: Pairs | None
-    backend: str
-    device: str
-    peak_flops: float
-    peak_source: str
-    ranks_per_node: int
 
 
 def main(argv: list[str]) -> int:
@@ -191,151 +178,19 @@ def _bench(world: World, names: list[str], against: list[str], algorithms: list[
     return Result(rows, pairs, world.backend, name, rate, source, ranks_per_node(world.size))
 
 
-# ---- what a person reads ------------------------------------------------------------------------------------
-
-
 def _show(result: Result, arguments: BenchCommArguments, sweep: Sweep) -> None:
     screen = console()
     for collective in dict.fromkeys(row.collective for row in result.rows):
-        _show_rows(screen, [r for r in result.rows if r.collective == collective], sweep, bool(arguments.against))
+        show_rows(screen, [r for r in result.rows if r.collective == collective], sweep, bool(arguments.against))
     if result.pairs is not None:
-        _show_pairs(screen, result.pairs, result.backend)
+        show_pairs(screen, result.pairs, result.backend)
     if arguments.fit:
-        _show_fit(screen, result)
+        show_fit(screen, result)
     if result.rows:
-        _show_reading(screen, result)
+        show_reading(screen, result)
     if arguments.csv is not None:
         write_csv(result.rows, Path(arguments.csv))
     if arguments.json is not None:
         write_json(result, Path(arguments.json))
     if arguments.plot is not None and result.rows:
         plot_curves(curves(result.rows), Path(arguments.plot))
-
-
-def _show_rows(screen: Console, rows: list[Row], sweep: Sweep, compared: bool) -> None:
-    several = len({r.candidate for r in rows}) > 1
-    first = rows[0].candidate
-    ratio = (f"p50 ratio\nto {rows[1].candidate.name}",) if compared else ()
-    reference = rows[1].candidate if compared else first
-    table = new_table(
-        f"{rows[0].collective}, {rows[0].ranks} ranks, {sweep.iterations} iterations after {sweep.warmup}",
-        ("by",) if several else (),
-        ("size\nB", "count", "type", "redop", "time\nus", "algbw\nGB/s", "busbw\nGB/s", "#wrong"),
-    )
-    for heading in ("p50\nus", "p99\nus", "max\nus", "slow\nrank", *ratio):
-        table.add_column(heading, justify="right", no_wrap=True)
-    base = {r.nbytes: r.p50 for r in rows if r.candidate == reference}
-    for row in rows:
-        cells = [row.candidate.name] if several else []
-        cells += [f"{row.nbytes}", f"{row.count}", row.dtype, row.op, _us(row.time)]
-        cells += [f"{row.algbw:.3f}", f"{row.busbw:.3f}", "N/A" if row.wrong is None else str(row.wrong)]
-        cells += [_us(row.p50), _us(row.p99), _us(row.max), str(row.slow_rank)]
-        table.add_row(*cells, *((f"{row.p50 / base[row.nbytes]:.3f}",) if compared else ()))
-    screen.print(table)
-
-
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:.1f}" if seconds < 1e-3 else f"{1e6 * seconds:.0f}"
-
-
-def _show_pairs(screen: Console, pairs: Pairs, backend: str) -> None:
-    size = len(pairs.latency)
-    screen.print("between each two ranks, one pair at a time: half a round trip of 8 B, and the rate of 4 MiB one way")
-    for title, matrix, written in (
-        (f"8 B, us ({backend})", pairs.latency, _us),
-        (f"4 MiB, GB/s ({backend})", pairs.bandwidth, lambda rate: f"{rate / 1e9:.3f}"),
-    ):
-        table = new_table(title, ("rank",), tuple(str(r) for r in range(size)))
-        for rank, line in enumerate(matrix):
-            table.add_row(str(rank), *("-" if o == rank else written(v) for o, v in enumerate(line)))
-        screen.print(table)
-
-
-def _show_fit(screen: Console, result: Result) -> None:
-    fitted = fit_rows(result.rows, result.ranks_per_node)
-    assert fitted is not None, "checked when the flags were read"
-    prices, predictions = fitted
-    table = new_table(
-        "the cost model, fitted to these measurements",
-        ("algorithm",),
-        ("size\nB", "measured\nus", "predicted\nus", "error\n%"),
-    )
-    for p in sorted(predictions, key=lambda p: (p.nbytes, p.measured)):
-        table.add_row(p.algorithm, str(p.nbytes), _us(p.measured), _us(p.predicted), f"{100 * p.error:+.0f}")
-    screen.print(table)
-    errors = sorted(abs(p.error) for p in predictions)
-    screen.print(
-        f"On the busiest rank: {1e6 * prices.message:.1f} us per message, {1e12 * prices.byte_sent:.0f} us/MB sent, "
-        f"{1e12 * prices.byte_added:.0f} us/MB added. On any rank: {1e6 * prices.any_message:.1f} us per message, "
-        f"{1e12 * prices.any_byte:.0f} us/MB.\n"
-        f"Error {errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at most."
-    )
-    for nbytes in dict.fromkeys(p.nbytes for p in predictions):
-        of_size = [p for p in predictions if p.nbytes == nbytes]
-        chosen, best = min(of_size, key=lambda p: p.predicted), min(of_size, key=lambda p: p.measured)
-        lost = chosen.measured / best.measured - 1
-        verdict = "which is the fastest" if chosen is best else f"{best.algorithm} is {lost:.0%} faster"
-        screen.print(f"  {human(nbytes):>8}: auto takes {chosen.algorithm}, {verdict}")
-
-
-def _show_reading(screen: Console, result: Result) -> None:
-    for curve in curves(result.rows):
-        screen.print(" ".join(sentences(curve)))
-    reduces = [c for c in curves(result.rows) if c.collective == "all_reduce"]
-    if not reduces:
-        return
-    best = max(reduces, key=lambda c: c.peak.busbw)
-    table = new_table(
-        f"fp32 gradients over this link, all_reduce by {best.candidate.name}",
-        ("model",),
-        ("gradients\nMB", "items\n/rank/step", "communication\nms", "computation\nms", "share of\nstep %"),
-    )
-    for c in gradient_costs(best, result.peak_flops):
-        table.add_row(
-            c.model,
-            f"{4e-6 * c.parameters:,.0f}",
-            str(c.items),
-            f"{1e3 * c.communication:,.1f}",
-            f"{1e3 * c.computation:,.1f}",
-            f"{100 * c.share:.0f}",
-        )
-    screen.print(table)
-    screen.print(
-        f"Communication: 2(n-1)/n S / busbw, nothing overlapped. Computation: 6 FLOP per parameter and item at "
-        f"{UTILISATION:.0%} of {result.peak_flops / 1e12:.3g} TFLOP/s per rank ({result.peak_source})."
-    )
-
-
-# ---- files --------------------------------------------------------------------------------------------------
-
-CSV_COLUMNS = (
-    *("collective", "backend", "algorithm", "ranks", "size_bytes", "count", "type", "redop"),
-    *("time_us", "algbw_gbps", "busbw_gbps", "wrong", "p50_us", "p99_us", "max_us", "slow_rank"),
-)
-
-
-def _figures(row: Row) -> dict[str, Any]:
-    values = (
-        *(row.collective, row.candidate.backend, row.candidate.algorithm, row.ranks),
-        *(row.nbytes, row.count, row.dtype, row.op),
-        *(round(1e6 * row.time, 3), float(f"{row.algbw:.6g}"), float(f"{row.busbw:.6g}"), row.wrong),
-        *(*(round(1e6 * seconds, 3) for seconds in (row.p50, row.p99, row.max)), row.slow_rank),
-    )
-    return dict(zip(CSV_COLUMNS, values, strict=True))
-
-
-def write_csv(rows: list[Row], file: Path) -> None:
-    with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, CSV_COLUMNS)
-        writer.writeheader()
-        writer.writerows(_figures(row) for row in rows)
-
-
-def write_json(result: Result, file: Path) -> None:
-    """The rows as in the CSV, with the seconds of every iteration of every rank; and the pairs."""
-    rows = [{**_figures(row), "seconds_by_rank": row.seconds} for row in result.rows]
-    pairs = None
-    if result.pairs is not None:
-        pairs = {"latency_s": result.pairs.latency, "bandwidth_bytes_per_s": result.pairs.bandwidth}
-    document = {"torch": torch.__version__, "device": result.device, "backend": result.backend}
-    file.write_text(json.dumps({**document, "rows": rows, "pairs": pairs}, indent=1), encoding="utf-8")

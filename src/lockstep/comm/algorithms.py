@@ -10,8 +10,6 @@ Tensors are flat and contiguous, and combined in place; `combine` is torch.add, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -286,62 +284,6 @@ def _piecewise(
 
 
 # ---- the table --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What the busiest rank does, one thing after the other; and what all ranks do together."""
-
-    messages: float
-    nbytes: float
-    added: float
-    all_messages: float
-    all_bytes: float
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-
-def _log2(n: int) -> int:
-    return (n - 1).bit_length()
-
-
-def _pieces_of(size: float) -> int:
-    return max(1, ceil(size / PIECE_BYTES))
-
-
-def cost(algorithm: str, n: int, size: float, ranks_per_node: int = 1) -> Cost:
-    """Of an all-reduce of `size` bytes over n ranks: the formulas of the docstrings, and their sums over the ranks."""
-    if n == 1:
-        return Cost(0, 0, 0, 0, 0)
-    levels = _log2(n)
-    core_levels = n.bit_length() - 1
-    core = 1 << core_levels
-    extra = n - core
-    fold = Cost(2, 2 * size, size, 2 * extra, 2 * extra * size) if extra else Cost(0, 0, 0, 0, 0)
-    match algorithm:
-        case "naive":
-            return Cost(2 * (n - 1), 2 * (n - 1) * size, (n - 1) * size, 2 * (n - 1), 2 * (n - 1) * size)
-        case "tree":
-            return Cost(2 * levels, 2 * levels * size, levels * size, 2 * (n - 1), 2 * (n - 1) * size)
-        case "ring":
-            messages, share = 2 * (n - 1) * _pieces_of(size / n), (n - 1) / n * size
-            return Cost(messages, 2 * share, share, n * messages, n * 2 * share)
-        case "recursive_doubling":
-            sent = core_levels * size
-            return fold + Cost(core_levels, sent, sent, core * core_levels, core * sent)
-        case "halving_doubling":
-            part = (core - 1) / core * size
-            return fold + Cost(2 * core_levels, 2 * part, part, core * 2 * core_levels, core * 2 * part)
-        case "double_tree":
-            pieces = _pieces_of(size / 2)
-            return Cost(2 * (levels + pieces), 2 * size, size, 4 * (n - 1) * pieces, 2 * (n - 1) * size)
-        case "hierarchical":
-            local = min(ranks_per_node, n)
-            nodes, depth = ceil(n / local), _log2(local)
-            inside = Cost(2 * depth, 2 * depth * size, depth * size, 2 * (n - nodes), 2 * (n - nodes) * size)
-            return inside + cost("ring", nodes, size)
-    raise KeyError(algorithm)
 
 
 ALGORITHMS: dict[str, Callable[[Wire, Tensor, Combine], None]] = {

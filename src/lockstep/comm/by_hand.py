@@ -35,7 +35,7 @@ def all_reduce_over(wire: Wire, tensor: Tensor, algorithm: str, op: Any = dist.R
     staged = staging(tensor, wire.group).contiguous()
     flat = staged.view(-1)
     if algorithm == "auto":
-        algorithm = choose(wire, flat.nbytes)
+        algorithm = choose(wire, flat.nbytes, ranks_per_node(wire.size))
     if algorithm == "hierarchical":
         hierarchical(wire, flat, combine, ranks_per_node(wire.size))
     else:

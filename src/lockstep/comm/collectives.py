@@ -193,7 +193,8 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group = None, *, purpose: 
 def barrier(group: Group = None) -> None:
     """Return when every rank has come here."""
     if group_size(group) > 1:
-        dist.barrier(group=group)
+        on_gpu = "nccl" in dist.get_backend(group)
+        dist.barrier(group=group, device_ids=[torch.cuda.current_device()] if on_gpu else None)
 
 
 # ---- from one rank, or to one -------------------------------------------------------------------------------

@@ -4,21 +4,84 @@
          + what all ranks do together:                             messages, bytes
 
 each at a price. The second line is for ranks that share a machine: with more ranks than cores, or one memory for all,
-somebody else's message takes time too. The counts are the algorithms' own (`algorithms.cost`); the prices are fitted to
+somebody else's message takes time too. The counts follow from the algorithms (`cost`); the prices are fitted to
 measured times by least squares of the relative error, none below zero.
 """
 
 import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import combinations
+from math import ceil
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.algorithms import ALGORITHMS, cost, tree_broadcast
+from lockstep.comm.algorithms import ALGORITHMS, PIECE_BYTES, hierarchical, tree_broadcast
 from lockstep.comm.wire import Wire, moves_cuda
+
+# ---- what an algorithm does -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the busiest rank does, one thing after the other; and what all ranks do together."""
+
+    messages: float
+    nbytes: float
+    added: float
+    all_messages: float
+    all_bytes: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+def _log2(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def _pieces_of(size: float) -> int:
+    return max(1, ceil(size / PIECE_BYTES))
+
+
+def cost(algorithm: str, n: int, size: float, ranks_per_node: int = 1) -> Cost:
+    """Of an all-reduce of `size` bytes over n ranks: the formulas of the docstrings, and their sums over the ranks."""
+    if n == 1:
+        return Cost(0, 0, 0, 0, 0)
+    levels = _log2(n)
+    core_levels = n.bit_length() - 1
+    core = 1 << core_levels
+    extra = n - core
+    fold = Cost(2, 2 * size, size, 2 * extra, 2 * extra * size) if extra else Cost(0, 0, 0, 0, 0)
+    match algorithm:
+        case "naive":
+            return Cost(2 * (n - 1), 2 * (n - 1) * size, (n - 1) * size, 2 * (n - 1), 2 * (n - 1) * size)
+        case "tree":
+            return Cost(2 * levels, 2 * levels * size, levels * size, 2 * (n - 1), 2 * (n - 1) * size)
+        case "ring":
+            messages, share = 2 * (n - 1) * _pieces_of(size / n), (n - 1) / n * size
+            return Cost(messages, 2 * share, share, n * messages, n * 2 * share)
+        case "recursive_doubling":
+            sent = core_levels * size
+            return fold + Cost(core_levels, sent, sent, core * core_levels, core * sent)
+        case "halving_doubling":
+            part = (core - 1) / core * size
+            return fold + Cost(2 * core_levels, 2 * part, part, core * 2 * core_levels, core * 2 * part)
+        case "double_tree":
+            pieces = _pieces_of(size / 2)
+            return Cost(2 * (levels + pieces), 2 * size, size, 4 * (n - 1) * pieces, 2 * (n - 1) * size)
+        case "hierarchical":
+            local = min(ranks_per_node, n)
+            nodes, depth = ceil(n / local), _log2(local)
+            inside = Cost(2 * depth, 2 * depth * size, depth * size, 2 * (n - nodes), 2 * (n - nodes) * size)
+            return inside + cost("ring", nodes, size)
+    raise KeyError(algorithm)
+
+
+# ---- what that costs ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -82,22 +145,26 @@ TRIAL_BYTES = (1024, 64 * 1024, 4 * 1024 * 1024)
 _prices: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], Prices] = {}
 
 
-def choose(wire: Wire, nbytes: int) -> str:
+def choose(wire: Wire, nbytes: int, ranks_per_node: int) -> str:
     """The algorithm that the model predicts to be fastest; measured once per group, on all ranks together."""
     key = (wire.group, tuple(wire.ranks))
     if key not in _prices:
-        _prices[key] = measure(wire)
+        _prices[key] = measure(wire, ranks_per_node)
     prices = _prices[key]
-    return min(ALGORITHMS, key=lambda name: prices.predict(name, wire.size, nbytes))
+    names = [*ALGORITHMS, "hierarchical"] if ranks_per_node < wire.size else [*ALGORITHMS]
+    return min(names, key=lambda name: prices.predict(name, wire.size, nbytes, ranks_per_node))
 
 
-def measure(wire: Wire, repeats: int = 5) -> Prices:
+def measure(wire: Wire, ranks_per_node: int, repeats: int = 5) -> Prices:
     """Time each algorithm at a few sizes and fit. Rank 0's prices count, so that all ranks choose alike."""
+    algorithms = dict(ALGORITHMS)
+    if ranks_per_node < wire.size:
+        algorithms["hierarchical"] = partial(hierarchical, ranks_per_node=ranks_per_node)
     device = torch.device("cuda", torch.cuda.current_device()) if moves_cuda(wire.group) else torch.device("cpu")
     samples = []
     for nbytes in TRIAL_BYTES:
         tensor = torch.zeros(nbytes // 4, device=device)
-        for name, algorithm in ALGORITHMS.items():
+        for name, algorithm in algorithms.items():
             times = []
             for _ in range(repeats):
                 start = time.perf_counter()
@@ -105,7 +172,7 @@ def measure(wire: Wire, repeats: int = 5) -> Prices:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 times.append(time.perf_counter() - start)
-            samples.append(Sample(name, wire.size, nbytes, float(np.median(times[1:]))))
+            samples.append(Sample(name, wire.size, nbytes, float(np.median(times[1:])), ranks_per_node))
     prices = fit(samples)
     told = torch.tensor(astuple(prices), dtype=torch.float64, device=device)
     tree_broadcast(wire, told)
