@@ -1,6 +1,7 @@
 """All-reduce by one of our own algorithms, as a call like torch.distributed's."""
 
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lockstep.errors import UserError
 
 ALGORITHM_NAMES = ("native", *ALGORITHMS, "hierarchical", "auto")
 
-_lanes: dict[dist.ProcessGroup | None, Lane] = {}
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
 
 
 def check_algorithm(name: str) -> None:
@@ -55,9 +56,11 @@ def all_reduce_by_hand(
     data = tensor.detach()
     if data.is_cuda and moves_cuda(group):
         return _on_a_stream(wire, data, algorithm, op)
-    if group not in _lanes:
-        _lanes[group] = Lane(f"all-reduce by hand ({algorithm})")
-    return _lanes[group].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor])
+    key = group or dist.group.WORLD
+    assert key is not None
+    if key not in _lanes:
+        _lanes[key] = Lane("all-reduce by hand")
+    return _lanes[key].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor])
 
 
 class _StreamWork(dist.Work):

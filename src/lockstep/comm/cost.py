@@ -9,6 +9,7 @@ measured times by least squares of the relative error, none below zero.
 """
 
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -142,15 +143,18 @@ def _least_squares(matrix: np.ndarray, target: np.ndarray) -> list[float]:
 # ---- algorithm="auto" -----------------------------------------------------------------------------------------
 
 TRIAL_BYTES = (1024, 64 * 1024, 4 * 1024 * 1024)
-_prices: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], Prices] = {}
+_prices: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Prices]] = weakref.WeakKeyDictionary()
+"""Of each group, for each choice of its ranks."""
 
 
 def choose(wire: Wire, nbytes: int, ranks_per_node: int) -> str:
     """The algorithm that the model predicts to be fastest; measured once per group, on all ranks together."""
-    key = (wire.group, tuple(wire.ranks))
-    if key not in _prices:
-        _prices[key] = measure(wire, ranks_per_node)
-    prices = _prices[key]
+    group = wire.group or dist.group.WORLD
+    assert group is not None
+    known = _prices.setdefault(group, {})
+    if tuple(wire.ranks) not in known:
+        known[tuple(wire.ranks)] = measure(wire, ranks_per_node)
+    prices = known[tuple(wire.ranks)]
     names = [*ALGORITHMS, "hierarchical"] if ranks_per_node < wire.size else [*ALGORITHMS]
     return min(names, key=lambda name: prices.predict(name, wire.size, nbytes, ranks_per_node))
 

@@ -38,6 +38,7 @@ class LaneWork(dist.Work):
             if not isinstance(error, Exception):  # Ctrl-C while the caller did the work
                 raise
             self._error = error
+        self._run = _nothing  # lets go of what it worked on
         with self._lane.bookkeeping:
             self.done, future = True, self._future
         if future is not None:
