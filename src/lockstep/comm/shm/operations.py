@@ -98,7 +98,7 @@ def _add_parts(board: Board, parts: Sequence[Tensor], combine: Combine) -> None:
         board.let_go(other)
 
 
-SHARED_CHUNK_BYTES = 256 * 1024
+SHARED_CHUNK_BYTES = 1024 * 1024
 """So small that a chunk's sum is still in the cache when it is written to the others."""
 
 
