@@ -37,7 +37,9 @@ DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32
 
 
 def against_native(world: World, backend: str, per_node: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)  # what the launcher would say on nodes of this many ranks
+    # What the launcher would say on nodes of this many ranks; it says less on a last node that is not full.
+    is_last_node = world.rank >= world.size // per_node * per_node
+    os.environ["LOCAL_WORLD_SIZE"] = str(world.size % per_node if is_last_node else per_node)
     group = dist.new_group(backend=backend)
     wire = Wire(group)
     for algorithm in BY_HAND:

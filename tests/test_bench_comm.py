@@ -169,6 +169,8 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.Captu
         (["--nproc", "1"], "it needs --nproc 2 or more"),
         (["--against", "pigeon"], "--backend pigeon is not available here"),
         (["--csv", "/no/such/folder/x.csv"], "there is no folder /no/such/folder; make it first"),
+        (["--against", "gloo", "--backend", "gloo"], "--against gloo: that is the backend of the run already"),
+        (["--against", "gloo", "--algorithms", "ring"], "add native to --algorithms"),
         (["--link", "slow"], "--link slow: give a rate and perhaps a latency"),
         (["--link", "1gbit", "--backend", "shm"], "--backend shm is for ranks of one machine; use gloo"),
     ],

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lockstep.comm.collectives import new_buffer
+from lockstep.comm.collectives import all_reduce, all_reduce_async, new_buffer
 from lockstep.comm.shm import segment
 from lockstep.comm.shm.board import CELL_BYTES
 from lockstep.comm.shm.shared import held_bytes
@@ -167,10 +167,94 @@ def check_messages(world: World) -> None:
     for send in sends:
         send.wait()
     assert (first.item(), second.item()) == (1, 2)
+    later, sooner = torch.empty(1), torch.empty(1)
+    works = [dist.irecv(later, left, tag=8), dist.irecv(sooner, left, tag=9)]  # sent in the other order
+    dist.send(torch.tensor([9.0]), right, tag=9)
+    works[1].wait()
+    dist.send(torch.tensor([8.0]), right, tag=8)
+    works[0].wait()
+    assert (later.item(), sooner.item()) == (8, 9)
     send = dist.isend(torch.zeros(3), right)
-    with pytest.raises(ValueError, match="12 bytes with tag 0, but 8 are received here"):
+    with pytest.raises(ValueError, match="message of 12 bytes came with tag 0, but 8 are received here"):
         dist.recv(torch.zeros(2), left)
     send.wait()
+
+
+def check_first_receive(world: World) -> None:
+    """Everybody receives first, on a group that has never sent anything; then leaves before its message is read."""
+    group = dist.new_group()
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    came = torch.empty(1)
+    receiving = dist.irecv(came, group_src=left, group=group)
+    dist.isend(torch.tensor([float(world.rank)]), group_dst=right, group=group).wait()
+    receiving.wait()
+    assert came.item() == left
+    parting = dist.new_group()
+    if world.rank == 0:
+        dist.send(torch.tensor([5.0]), group_dst=1, group=parting)
+        dist.destroy_process_group(parting)
+    elif world.rank == 1:
+        time.sleep(0.3)
+        dist.recv(came, group_src=0, group=parting)
+        assert came.item() == 5
+    dist.barrier()
+
+
+def check_callbacks(world: World) -> None:
+    """A callback may use the group again, and wait for it, as PyTorch's PowerSGD hook does."""
+
+    def again(future: "torch.futures.Future[list[Tensor]]") -> Tensor:
+        tensor = future.value()[0]
+        dist.all_reduce(tensor)
+        return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+
+    tensor = torch.ones(1000)
+    result = dist.all_reduce(tensor, async_op=True).get_future().then(again).wait()
+    assert bool((result == world.size**3).all())
+
+
+def check_mistakes_do_not_poison(world: World) -> None:
+    with pytest.raises(ValueError, match=r"torch has no BAND of torch.float32"):
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
+    pair, both = torch.ones(1, dtype=torch.cfloat), torch.ones(world.size, dtype=torch.cfloat)
+    with pytest.raises(ValueError, match=r"PRODUCT of torch.complex64 is not available"):
+        dist.reduce_scatter_tensor(pair, both, op=dist.ReduceOp.PRODUCT)
+    with pytest.raises(ValueError, match="AVG is for floating-point"):
+        all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG, algorithm="ring")
+    with pytest.raises(ValueError, match="this one is sparse; use --backend gloo"):
+        dist.all_reduce(torch.ones(2).to_sparse())
+    assert all_reduce(torch.ones(1)).item() == world.size
+    assert all_reduce(torch.ones(1), algorithm="ring").item() == world.size
+
+
+def check_layouts(world: World) -> None:
+    """Dense tensors in another order than row by row; splits that only some ranks spell out."""
+    image = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    expected = image * world.size
+    dist.all_reduce(image)
+    assert torch.equal(image, expected)
+    matrix = torch.arange(6.0).view(2, 3).t() * (world.rank == 0)
+    dist.broadcast(matrix, 0)
+    assert torch.equal(matrix, torch.arange(6.0).view(2, 3).t())
+    out, given = torch.empty(world.size), torch.arange(world.size) + 10.0 * world.rank
+    splits = [1] * world.size if world.rank == 0 else None
+    dist.all_to_all_single(out, given, splits, splits)
+    assert out.tolist() == [10.0 * r + world.rank for r in range(world.size)]
+
+
+def check_beside_by_hand(world: World) -> None:
+    """A user's own messages on a group whose all-reduces are by hand, at the same time."""
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for number in range(20):
+        reduced = torch.full((100,), float(number))
+        pending = all_reduce_async(reduced, algorithm="ring")
+        came = torch.empty(1)
+        receiving = dist.irecv(came, left)
+        dist.send(torch.tensor([1000.0 + number]), right)
+        receiving.wait()
+        pending.wait()
+        assert came.item() == 1000 + number
+        assert bool((reduced == number * world.size).all())
 
 
 def check_groups(world: World) -> None:
@@ -243,7 +327,10 @@ def test_operations(nproc: int) -> None:
     on_ranks(
         run_checks,
         nproc,
-        ("reductions", "same_bits", "collectives", "messages", "groups", "overlap", "shared"),
+        (
+            *("reductions", "same_bits", "collectives", "messages", "first_receive", "groups", "overlap", "shared"),
+            *("callbacks", "mistakes_do_not_poison", "layouts", "beside_by_hand"),
+        ),
         timeout=100,
     )
     assert not left_in_shm()

@@ -157,7 +157,7 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         )
         try:
-            results = elastic_launch(config, _rank_main)(function, args, launch)
+            results = elastic_launch(config, _rank_main)(function, args, launch, os.getpid())
         except ChildFailedError as error:
             raise _explain(error) from None
         except SignalException as error:
@@ -180,21 +180,21 @@ def _remove_leftovers() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch) -> Any:
+def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, launcher: int) -> Any:
     """The life of one rank that the agent started (the agent wraps it in `@record` itself)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective, and silently
-    die_with_parent()
+    die_with_parent(launcher)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
         return function(world, *args)
 
 
-def die_with_parent() -> None:
-    """Leave no orphan when the agent itself is killed: Linux sends us SIGKILL then."""
+def die_with_parent(parent: int) -> None:
+    """Leave no orphan when the parent itself is killed: Linux sends us SIGKILL then."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() == 1:  # it was gone before we asked
+        if os.getppid() != parent:  # it was gone before we asked
             sys.exit("the launcher is gone")
 
 

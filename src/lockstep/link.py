@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -104,15 +105,21 @@ class Node:
             stdout=None if number == 0 else self.said,  # the first node holds rank 0, who speaks for all
             stderr=self.said,
             env={**os.environ, **environment},
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
             start_new_session=True,  # Ctrl-C is for us; we end the nodes
         )
-        own = os.stat("/proc/self/ns/net").st_ino
         deadline = time.monotonic() + 10
-        while os.stat(f"/proc/{self.process.pid}/ns/net").st_ino == own:
+        while not self._has_own_network():
             if self.process.poll() is not None or time.monotonic() > deadline:
+                self.end()
                 raise UserError("--link: this machine does not let us make a network namespace (unshare failed)")
             time.sleep(0.01)
+
+    def _has_own_network(self) -> bool:
+        try:
+            return os.stat(f"/proc/{self.process.pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
+        except FileNotFoundError:  # it has ended
+            return False
 
     @property
     def address(self) -> str:

@@ -24,10 +24,13 @@ class Relay:
     def __init__(self, namespaces: list[str], device: str, latency: float) -> None:
         self.latency = latency
         self._ends = [_make_tun(path, device) for path in namespaces]
+        self._closing = False
+        self._writers = []
         for source, target in (self._ends, self._ends[::-1]):
             waiting: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
             threading.Thread(target=self._read, args=(source, waiting), daemon=True).start()
-            threading.Thread(target=self._write, args=(target, waiting), daemon=True).start()
+            self._writers.append(threading.Thread(target=self._write, args=(target, waiting), daemon=True))
+            self._writers[-1].start()
 
     def _read(self, source: int, waiting: "SimpleQueue[tuple[float, bytes]]") -> None:
         while True:
@@ -44,12 +47,18 @@ class Relay:
             if not packet:
                 return
             time.sleep(max(0.0, due - time.monotonic()))
+            if self._closing:
+                return
             try:
                 os.write(target, packet)
             except OSError:  # the device is not up yet, or no more: the network lost a packet
                 continue
 
     def close(self) -> None:
+        """After the hosts have ended: their devices are gone, so the readers have stopped."""
+        self._closing = True
+        for writer in self._writers:
+            writer.join(timeout=self.latency + 1)
         for end in self._ends:
             os.close(end)
 

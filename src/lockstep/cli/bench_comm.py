@@ -123,6 +123,8 @@ def _chosen(arguments: BenchCommArguments) -> tuple[list[str], list[str]]:
         if name != "pairs" and not {"native", "all", *BY_HAND.get(name, ())} & set(algorithms):
             there_are = ", ".join(("native", *BY_HAND.get(name, ())))
             raise UserError(f"--algorithms {' '.join(algorithms)}: none of them is one of {name}'s ({there_are})")
+    if arguments.against and not {"native", "all"} & set(algorithms):
+        raise UserError("--against compares backends' own algorithms: add native to --algorithms")
     fittable = "all_reduce" in names and ("all" in algorithms or len(set(algorithms) & set(FITTED)) > 1)
     if arguments.fit and not fittable:
         raise UserError("--fit needs all_reduce by two or more algorithms by hand; add --algorithms all")
@@ -162,6 +164,8 @@ def _sizes(smallest: str, largest: str, factor: float) -> tuple[int, ...]:
 
 
 def _bench(world: World, names: list[str], against: list[str], algorithms: list[str], sweep: Sweep) -> Result:
+    if world.backend in against:
+        raise UserError(f"--against {world.backend}: that is the backend of the run already; name another")
     backends = list(dict.fromkeys([world.backend, *against]))
     measured = [name for name in names if name != "pairs"]
     total = len(measured) * len(sweep.sizes) + ("pairs" in names) * world.size * (world.size - 1) // 2

@@ -26,8 +26,24 @@ def check_algorithm(name: str) -> None:
 
 
 def ranks_per_node(size: int) -> int:
-    """As the launcher tells it; ranks of a node are neighbours."""
+    """As the launcher tells this rank; ranks of a node are neighbours."""
     return min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+_node_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+
+
+def agreed_ranks_per_node(wire: Wire) -> int:
+    """The largest that any rank was told, on nodes of different sizes: all must build the same tree. Asked for once."""
+    key = wire.group or dist.group.WORLD
+    assert key is not None
+    known = _node_sizes.setdefault(key, {})
+    if tuple(wire.ranks) not in known:
+        device = torch.device("cuda", torch.cuda.current_device()) if moves_cuda(wire.group) else torch.device("cpu")
+        largest = torch.tensor([ranks_per_node(wire.size)], device=device)
+        ALGORITHMS["naive"](wire, largest, torch.maximum)
+        known[tuple(wire.ranks)] = int(largest)
+    return known[tuple(wire.ranks)]
 
 
 def all_reduce_over(wire: Wire, tensor: Tensor, algorithm: str, op: Any = dist.ReduceOp.SUM) -> None:
@@ -36,9 +52,9 @@ def all_reduce_over(wire: Wire, tensor: Tensor, algorithm: str, op: Any = dist.R
     staged = staging(tensor, wire.group).contiguous()
     flat = staged.view(-1)
     if algorithm == "auto":
-        algorithm = choose(wire, flat.nbytes, ranks_per_node(wire.size))
+        algorithm = choose(wire, flat.nbytes, agreed_ranks_per_node(wire))
     if algorithm == "hierarchical":
-        hierarchical(wire, flat, combine, ranks_per_node(wire.size))
+        hierarchical(wire, flat, combine, agreed_ranks_per_node(wire))
     else:
         ALGORITHMS[algorithm](wire, flat, combine)
     if average:
@@ -56,10 +72,12 @@ def all_reduce_by_hand(
     data = tensor.detach()
     if data.is_cuda and moves_cuda(group):
         return _on_a_stream(wire, data, algorithm, op)
+    reduction(op, data.dtype)  # a mistake is the caller's, here, not the lane's
     key = group or dist.group.WORLD
     assert key is not None
     if key not in _lanes:
         _lanes[key] = Lane("all-reduce by hand")
+        weakref.finalize(key, _lanes[key].close).atexit = False
     return _lanes[key].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor])
 
 

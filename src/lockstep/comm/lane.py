@@ -21,26 +21,39 @@ from lockstep.comm.openmp import use_one_thread_here
 class LaneWork(dist.Work):
     """What a lane has been given to do. torch's engines, in C++ too, know it as a Work."""
 
-    def __init__(self, lane: "Lane", run: Callable[[], None], result: list[torch.Tensor]) -> None:
+    def __init__(self, lane: "Lane", run: "Run", result: list[torch.Tensor]) -> None:
         super().__init__()
         self._lane, self._run, self._result = lane, run, result
         self._future: torch.futures.Future[Any] | None = None
         self._error: Exception | None = None
+        self._told = False
         self.done = False
 
-    def run(self) -> None:
-        """Called by the lane, once."""
+    def run(self) -> "LaneWork":
+        """Called by the lane, once. Returns the work that is done now: usually this one."""
+        finished: LaneWork | None = None
         try:
             self._lane.check()
-            self._run()
+            finished = self._run()
         except BaseException as error:
             self._lane.broken = self._lane.broken or error
             if not isinstance(error, Exception):  # Ctrl-C while the caller did the work
                 raise
             self._error = error
         self._run = _nothing  # lets go of what it worked on
+        finished = finished or self
+        finished.finish()
+        return finished
+
+    def finish(self, error: Exception | None = None) -> None:
+        self._error = self._error or error
         with self._lane.bookkeeping:
-            self.done, future = True, self._future
+            self.done = True
+
+    def tell(self) -> None:
+        """Complete the future, if anybody has asked for one. Its callbacks may well use the lane again."""
+        with self._lane.bookkeeping:
+            future, self._told = self._future if not self._told else None, True
         if future is not None:
             self._complete(future)
 
@@ -61,7 +74,7 @@ class LaneWork(dist.Work):
     def finished(cls, lane: "Lane", result: list[torch.Tensor]) -> "LaneWork":
         """For a caller that wants a Work for what is already done."""
         work = cls(lane, _nothing, result)
-        work.done = True
+        work.done = work._told = True
         return work
 
     def synchronize(self) -> None:
@@ -81,13 +94,15 @@ class LaneWork(dist.Work):
 
     def get_future(self) -> "torch.futures.Future[Any]":
         with self._lane.bookkeeping:
-            first = self._future is None
-            if self._future is None:
-                self._future = torch.futures.Future()
-            late = first and self.done
+            late = self._future is None and self._told
+            self._future = self._future or torch.futures.Future()
         if late:
             self._complete(self._future)
         return self._future
+
+
+Run = Callable[[], LaneWork | None]
+"""Does the work; returns other work that it has completed instead, or None."""
 
 
 def _nothing() -> None:
@@ -115,20 +130,28 @@ class Lane:
 
     def do(self, run: Callable[..., None], *args: Any) -> None:
         """Do what is queued, then run(*args), here and now."""
+        finished: list[LaneWork] = []
         with self._busy:
             while self._waiting:
-                self._waiting.popleft().run()
+                finished.append(self._waiting.popleft().run())
             self.check()
             try:
                 run(*args)
             except BaseException as error:
                 self.broken = error
                 raise
+        for work in finished:
+            work.tell()
 
-    def submit(self, run: Callable[[], None], result: list[torch.Tensor]) -> LaneWork:
+    def submit(self, run: Run, result: list[torch.Tensor]) -> LaneWork:
         """Queue `run`, to be done beside the caller, on the lane's thread."""
-        work = LaneWork(self, run, result)
+        return self.enqueue(LaneWork(self, run, result))
+
+    def enqueue(self, work: LaneWork) -> LaneWork:
         self._waiting.append(work)
+        if threading.current_thread() is self._thread:  # a callback, who may wait for it: nobody else would do it
+            self.work_until(work)
+            return work
         if self._thread is None:
             self._thread = threading.Thread(target=self._work_forever, name=self.name, daemon=True)
             self._thread.start()
@@ -138,22 +161,33 @@ class Lane:
     def work_until(self, wanted: LaneWork) -> None:
         """Do the work up to and including `wanted`, as far as the thread has not done it."""
         while not wanted.done:
+            finished = None
             with self._busy:
                 if not wanted.done:
-                    self._waiting.popleft().run()
+                    if not self._waiting:  # it was interrupted while it was being done
+                        self.check()
+                    finished = self._waiting.popleft().run()
+            if finished is not None:
+                finished.tell()
 
     def _work_forever(self) -> None:
         use_one_thread_here()
         while self._calls.get():
+            finished = None
             with self._busy:
                 if self._waiting:
                     self.beside = True
-                    self._waiting.popleft().run()
+                    finished = self._waiting.popleft().run()
                     self.beside = False
+            if finished is not None:
+                finished.tell()
 
-    def close(self) -> None:
-        """Let the thread finish what is queued and end."""
-        if self._thread is not None:
-            self._calls.put(False)
-            self._thread.join(timeout=5)
-            self._thread = None
+    def close(self) -> bool:
+        """Let the thread finish what is queued and end. False if it is still busy after some seconds."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        self._calls.put(False)
+        if thread is not threading.current_thread():
+            thread.join(timeout=5)
+        return not thread.is_alive()

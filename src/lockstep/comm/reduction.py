@@ -1,6 +1,7 @@
 """How two tensors become one: what SUM, MAX, ... mean, for the collectives that we write ourselves."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,18 +27,30 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 
 def reduction(reduce_op: Any, dtype: torch.dtype) -> tuple[Combine, bool]:
-    """How to combine, and whether to divide the result by the number of ranks."""
-    op = reduce_op if isinstance(reduce_op, Op) else reduce_op.op
+    """How to combine, and whether to divide the result by the number of ranks. Refuses what cannot be."""
+    return _reduction(reduce_op if isinstance(reduce_op, Op) else reduce_op.op, dtype)
+
+
+@lru_cache
+def _reduction(op: Any, dtype: torch.dtype) -> tuple[Combine, bool]:
     combine = COMBINE.get(op)
     if combine is None:
         raise ValueError(f"reductions are {', '.join(o.name for o in COMBINE)}, and {op.name} was asked for")
     average = op == Op.AVG
-    if average and not dtype.is_floating_point:
+    if average and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"AVG is for floating-point tensors, and this one is {dtype}; use SUM")
+    if dtype.is_complex:  # added as pairs of real numbers
+        if op not in (Op.SUM, Op.AVG):
+            raise ValueError(f"{op.name} of {dtype} is not available; complex tensors can be summed and averaged")
+        return combine, average
     if dtype in SIGNED:
         if op in (Op.MAX, Op.MIN):
             raise ValueError(f"torch has no {op.name} of {dtype}; convert to a signed type")
         return lambda a, b, out: combine(_signed(a), _signed(b), out=_signed(out)), average
+    try:
+        combine(torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype), out=torch.ones(1, dtype=dtype))
+    except RuntimeError as error:
+        raise ValueError(f"torch has no {op.name} of {dtype}: {error}") from None
     return combine, average
 
 

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+TAG = 1_000_003
+"""Keeps our messages apart from the user's own on the same group. (NCCL knows no tags: there, do not mix them.)"""
+
 Message = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
 
@@ -48,7 +51,7 @@ class Wire:
         if self.delay and send:
             time.sleep(self.delay)
         operations = [
-            dist.P2POp(operation, tensor, group=self.group, group_peer=self.ranks[other])
+            dist.P2POp(operation, tensor, group=self.group, group_peer=self.ranks[other], tag=TAG)
             for operation, messages in ((dist.isend, send), (dist.irecv, receive))
             for tensor, other in messages
             if tensor.numel()

@@ -9,8 +9,10 @@ send can wait for its receiver while a receive goes on. A synchronous call is do
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ from lockstep.comm.lane import Lane, LaneWork
 from lockstep.comm.reduction import reduction
 from lockstep.comm.shm import operations
 from lockstep.comm.shm.board import Board, board_bytes
-from lockstep.comm.shm.mailbox import MAILBOX_BYTES, Mailbox
+from lockstep.comm.shm.mailbox import MAILBOX_BYTES, Inbox, Mailbox, Outbox
 from lockstep.comm.shm.segment import Segment, process_namespace
-from lockstep.comm.shm.semaphore import Peer
+from lockstep.comm.shm.semaphore import Peer, PeerError
 from lockstep.comm.shm.shared import SharedTensors, shared_bytes
 from lockstep.errors import UserError
 
@@ -37,7 +39,8 @@ class ShmGroup(dist.ProcessGroup):
         self._rank, self._size, self._store, self._name = rank, size, store, name
         self._timeout = timeout.total_seconds()
         self._collectives = Lane(f"shm group {name}")
-        self._posts: dict[tuple[str, int], tuple[Lane, Mailbox]] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
         self._peers: dict[int, Peer] = {}
         self._opening = threading.Lock()
         self._shared = SharedTensors()
@@ -58,15 +61,25 @@ class ShmGroup(dist.ProcessGroup):
                 )
         self._peers = {r: Peer(r, int(pid)) for r, (_, pid) in enumerate(everyone) if r != self._rank}
         if self._rank == 0:
-            segment = Segment.create(board_bytes(self._size))
+            try:
+                segment = Segment.create(board_bytes(self._size))
+            except UserError:
+                self._store.set("board", "none")
+                raise
             self._board = Board(segment, self._rank, self._peers, self._timeout, self._collectives)
             self._board.initialize()
             self._store.set("board", segment.name)
         else:
-            segment = Segment.open(self._store.get("board").decode())
+            name = self._store.get("board").decode()
+            if name == "none":
+                raise UserError("shared memory: rank 0 found no room in /dev/shm")
+            segment = Segment.open(name)
             self._board = Board(segment, self._rank, self._peers, self._timeout, self._collectives)
         operations.barrier(self._board)
         segment.forget_name()
+        if self._rank == 0:  # a store that outlives this group must not lead a later one here
+            self._store.delete_key("board")
+        self._store.delete_key(f"process/{self._rank}")
 
     def shared_empty(self, length: int, dtype: torch.dtype) -> Tensor | None:
         """A tensor that all-reduces without being copied; all ranks make theirs together. None: there is no room."""
@@ -78,12 +91,12 @@ class ShmGroup(dist.ProcessGroup):
             try:
                 segment = Segment.create(shared_bytes(self._size, length * dtype.itemsize))
             except UserError:  # a small /dev/shm, as containers have: ordinary memory does as well, at a copy
-                self._store.set(key, "")
+                self._store.set(key, "none")
                 return None
             self._store.set(key, segment.name)
         else:
             name = self._store.get(key).decode()
-            if not name:
+            if name == "none":
                 return None
             segment = Segment.open(name)
         self.barrier().wait()
@@ -116,19 +129,33 @@ class ShmGroup(dist.ProcessGroup):
         self._timeout = timeout.total_seconds()
         if self._board is not None:
             self._board.timeout = self._timeout
-        for _, mailbox in self._posts.values():
-            mailbox.timeout = self._timeout
+        for box in self._boxes():
+            if box.mailbox is not None:
+                box.mailbox.timeout = self._timeout
 
     def shutdown(self) -> None:
         """Called by destroy_process_group. Finishes what was asked for."""
-        self._collectives.close()
-        for lane, _ in self._posts.values():
-            lane.close()
+        ended = [lane.close() for lane in (self._collectives, *(box.lane for box in self._boxes()))]
+        for outbox in self._outboxes.values():
+            self._await_opening(outbox)
         self._board = None
-        self._posts.clear()
-        for peer in self._peers.values():
-            peer.close()
+        self._outboxes.clear()
+        self._inboxes.clear()
+        if all(ended):  # else a lane still watches them
+            for peer in self._peers.values():
+                peer.close()
         self._peers.clear()
+
+    def _boxes(self) -> list[Outbox | Inbox]:
+        return [*self._outboxes.values(), *self._inboxes.values()]
+
+    def _await_opening(self, outbox: Outbox) -> None:
+        """What was sent must not be lost because its receiver has not looked yet."""
+        mailbox, deadline = outbox.mailbox, time.monotonic() + self._timeout
+        while mailbox is not None and mailbox.segment.is_named() and time.monotonic() < deadline:
+            if mailbox.peer.has_ended():
+                return
+            time.sleep(0.005)
 
     def abort(self) -> None:
         self.shutdown()
@@ -149,11 +176,11 @@ class ShmGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
-        flats = [_flat(t) for t in tensors]
-        combine, average = reduction(opts.reduceOp, flats[0].dtype)
+        flats = [_flat(t, any_order=True) for t in tensors]
+        reductions = [reduction(opts.reduceOp, t.dtype) for t in tensors]
 
         def run(board: Board) -> None:
-            for flat in flats:
+            for flat, (combine, average) in zip(flats, reductions, strict=True):
                 if flat.numel():
                     everyone = self._shared.find(flat) if self._shared else None
                     if everyone is not None:
@@ -169,8 +196,8 @@ class ShmGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
-        flats = [_flat(t) for t in tensors]
-        combine, average = reduction(opts.reduceOp, flats[0].dtype)
+        flats = [_flat(t, any_order=True) for t in tensors]
+        combine, average = reduction(opts.reduceOp, tensors[0].dtype)
 
         def run(board: Board) -> None:
             for flat in flats:
@@ -183,7 +210,7 @@ class ShmGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         opts = opts or dist.BroadcastOptions()
-        flats = [_flat(t) for t in tensors]
+        flats = [_flat(t, any_order=True) for t in tensors]
 
         def run(board: Board) -> None:
             for flat in flats:
@@ -233,7 +260,7 @@ class ShmGroup(dist.ProcessGroup):
     def _reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
         flats = [_flat(t) for t in outputs]
-        combine, average = reduction(opts.reduceOp, flats[0].dtype)
+        combine, average = reduction(opts.reduceOp, outputs[0].dtype)
         for flat, parts in zip(flats, inputs, strict=True):
             if flat.numel():
                 _check_parts("reduce_scatter", parts, flat, self._size)
@@ -277,21 +304,20 @@ class ShmGroup(dist.ProcessGroup):
         return self._submit(lambda board: operations.scatter(board, flat, parts, opts.rootRank), list(outputs), opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._all_to_all([_flat(t) for t in outputs], [_flat(t) for t in inputs], False, list(outputs), opts)
+        return self._all_to_all([_flat(t) for t in outputs], [_flat(t) for t in inputs], list(outputs), opts)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        even = not output_splits and not input_splits
         outputs = _rows(output, output_splits, self._size)
-        return self._all_to_all(outputs, _rows(input, input_splits, self._size), even, [output], opts)
+        return self._all_to_all(outputs, _rows(input, input_splits, self._size), [output], opts)
 
     all_to_all_single = alltoall_base
 
-    def _all_to_all(self, outputs: Any, inputs: Any, even: bool, result: list[Tensor], opts: Any) -> dist.Work:
+    def _all_to_all(self, outputs: Any, inputs: Any, result: list[Tensor], opts: Any) -> dist.Work:
         if self._size == 1:
             outputs[0].copy_(inputs[0])
-        return self._submit(lambda board: operations.all_to_all(board, inputs, outputs, even), result, opts)
+        return self._submit(lambda board: operations.all_to_all(board, inputs, outputs), result, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._submit(operations.barrier, [], opts)
@@ -302,40 +328,48 @@ class ShmGroup(dist.ProcessGroup):
     # ---- send and receive --------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> dist.Work:
-        flat = _flat(tensors[0])
-        lane, mailbox = self._post("to", destination)
-        return lane.submit(lambda: mailbox.send(flat, tag), tensors)
+        with self._opening:
+            if destination not in self._outboxes:
+                opener = partial(self._make_mailbox, self._peer(destination))
+                self._outboxes[destination] = Outbox(f"shm group {self._name}, to rank {destination}", opener)
+        return self._outboxes[destination].send(_flat(tensors[0]), tag, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
-        flat = _flat(tensors[0])
-        lane, mailbox = self._post("from", source)
-        return lane.submit(lambda: mailbox.receive(flat, tag), tensors)
+        with self._opening:
+            if source not in self._inboxes:
+                opener = partial(self._find_mailbox, self._peer(source))
+                self._inboxes[source] = Inbox(f"shm group {self._name}, from rank {source}", opener)
+        return self._inboxes[source].receive(_flat(tensors[0]), tag, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         raise ValueError("the shm backend receives from a rank that is named: give src to recv")
 
-    def _post(self, direction: str, other: int) -> tuple[Lane, Mailbox]:
-        """Made at the first message: by the sender, opened by the receiver."""
-        with self._opening:
-            if (direction, other) not in self._posts:
-                self._posts[direction, other] = self._open_post(direction, other)
-        return self._posts[direction, other]
-
-    def _open_post(self, direction: str, other: int) -> tuple[Lane, Mailbox]:
+    def _peer(self, other: int) -> Peer:
         if other not in self._peers:
             raise ValueError(f"rank {self._rank} of {self._size} cannot send to or receive from rank {other}")
-        pair = (self._rank, other) if direction == "to" else (other, self._rank)
-        key = f"mailbox/{pair[0]}/{pair[1]}"
-        if direction == "to":
-            segment = Segment.create(MAILBOX_BYTES)
-            mailbox = Mailbox(segment, self._peers[other], self._timeout)
-            mailbox.initialize()
-            self._store.set(key, segment.name)
-        else:
-            segment = Segment.open(self._store.get(key).decode())
-            segment.forget_name()
-            mailbox = Mailbox(segment, self._peers[other], self._timeout)
-        return Lane(f"shm group {self._name}, {direction} rank {other}"), mailbox
+        return self._peers[other]
+
+    def _make_mailbox(self, peer: Peer) -> Mailbox:
+        """The sender makes it, at its first message."""
+        segment = Segment.create(MAILBOX_BYTES)
+        mailbox = Mailbox(segment, peer, self._timeout)
+        mailbox.initialize()
+        self._store.set(f"mailbox/{self._rank}/{peer.rank}", segment.name)
+        return mailbox
+
+    def _find_mailbox(self, peer: Peer) -> Mailbox:
+        """The receiver looks for it: a sender may come late, or never."""
+        key, deadline = f"mailbox/{peer.rank}/{self._rank}", time.monotonic() + self._timeout
+        while not self._store.check([key]):
+            if peer.has_ended():
+                raise PeerError(f"rank {peer.rank} (process {peer.pid}) has ended, and this rank waits for it")
+            if time.monotonic() > deadline:
+                raise PeerError(f"rank {peer.rank} (process {peer.pid}) did not answer within {self._timeout:g} s")
+            time.sleep(0.001)
+        segment = Segment.open(self._store.get(key).decode())
+        segment.forget_name()
+        self._store.delete_key(key)
+        return Mailbox(segment, peer, self._timeout)
 
 
 def _host() -> str:
@@ -344,14 +378,32 @@ def _host() -> str:
     return f"{boot}/{process_namespace()}/{os.stat('/dev/shm').st_dev}"
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """All elements in a row, sharing the tensor's memory but not its history in autograd."""
+def _flat(tensor: Tensor, any_order: bool = False) -> Tensor:
+    """All elements in a row, sharing the tensor's memory but not its history in autograd.
+
+    `any_order`: in the order in which they lie in memory, which all ranks have in common (channels-last, transposed).
+    """
     if not tensor.is_cpu:
         raise ValueError(f"the shm backend moves CPU tensors, and this one is on {tensor.device}; use nccl or gloo")
-    if not tensor.is_contiguous():
+    if tensor.layout != torch.strided:
+        raise ValueError("the shm backend moves dense tensors, and this one is sparse; use --backend gloo")
+    if tensor.is_contiguous():
+        flat = tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
+    elif any_order and _is_dense(tensor):
+        flat = tensor.data.as_strided((tensor.numel(),), (1,))
+    else:
         raise ValueError("the shm backend moves contiguous tensors; call .contiguous() first")
-    flat = tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps."""
+    expected = 1
+    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
 
 
 def _rows(tensor: Tensor, splits: list[int], size: int) -> Sequence[Tensor]:

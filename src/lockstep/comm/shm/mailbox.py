@@ -1,14 +1,18 @@
 """The mailbox: where one rank hands messages to one other, in order. Send and receive are made of it.
 
-A message is a header (tag, bytes) and as many cells as it needs. The receiver looks for a tag; what comes before it
-is put aside for whoever asks for that one later.
+A message is a header (tag, bytes) and as many cells as it needs. The receiver takes messages as they come and gives
+each to the oldest receive of its tag; one that nobody has asked for yet is put aside.
 """
 
 import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from lockstep.comm.lane import Lane, LaneWork
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.board import Cell, copy
 from lockstep.comm.shm.segment import Segment
@@ -17,33 +21,32 @@ DEPTH = 2
 CELL_BYTES = 512 * 1024
 HEADER_BYTES = 64
 MAILBOX_BYTES = 2 * semaphore.SIZE + DEPTH * (HEADER_BYTES + CELL_BYTES)
+Header = ctypes.c_int64 * 2
 
 
 class Mailbox:
     """One end of the way from one rank to another; `peer` is the other end."""
 
     def __init__(self, segment: Segment, peer: semaphore.Peer, timeout: float) -> None:
-        self.peer, self.timeout = peer, timeout
-        self._segment = segment  # its name goes when it goes, and the other end may not have opened it yet
+        self.peer, self.timeout, self.segment = peer, timeout, segment
         memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._filled, self._free = memory.data_ptr(), memory.data_ptr() + semaphore.SIZE
         cells = memory[2 * semaphore.SIZE :].view(DEPTH, HEADER_BYTES + CELL_BYTES)
         self._cells = [Cell(cell) for cell in cells]
         self._turn = 0
-        self._aside: dict[int, list[Tensor]] = {}
 
     def initialize(self) -> None:
         semaphore.initialize(self._filled, 0)
         semaphore.initialize(self._free, DEPTH)
 
     def send(self, flat: Tensor, tag: int) -> None:
-        """Returns once the whole message is in shared memory, or as much of it as the receiver left no room for."""
+        """Returns once the whole message is in shared memory."""
         source, left = flat.data_ptr(), flat.nbytes
         while True:
             semaphore.wait(self._free, self.peer, self.timeout, beside=False)
             cell = self._cells[self._turn % DEPTH]
             if left == flat.nbytes:
-                header = (ctypes.c_int64 * 2)(tag, flat.nbytes)
+                header = Header(tag, flat.nbytes)
                 copy(cell.address, ctypes.addressof(header), ctypes.sizeof(header))
             length = min(left, CELL_BYTES)
             copy(cell.address + HEADER_BYTES, source, length)
@@ -53,30 +56,14 @@ class Mailbox:
             if left == 0:
                 return
 
-    def receive(self, flat: Tensor, tag: int) -> None:
-        """Fill `flat` with the next message of this tag."""
-        if self._aside.get(tag):
-            found = self._aside[tag].pop(0)
-            _check_length(flat.nbytes, found.nbytes, self.peer.rank, tag)
-            copy(flat.data_ptr(), found.data_ptr(), found.nbytes)
-            return
-        while True:
-            cell_tag, nbytes = self._peek()
-            if cell_tag == tag:
-                _check_length(flat.nbytes, nbytes, self.peer.rank, tag)
-                self._take(flat.data_ptr(), nbytes)
-                return
-            other = torch.empty(nbytes, dtype=torch.uint8)
-            self._take(other.data_ptr(), nbytes)
-            self._aside.setdefault(cell_tag, []).append(other)
-
-    def _peek(self) -> tuple[int, int]:
-        """Wait for the next message; its tag and length. `_take` must follow."""
+    def peek(self) -> tuple[int, int]:
+        """Wait for the next message; its tag and length. `take` must follow."""
         semaphore.wait(self._filled, self.peer, self.timeout, beside=False)
-        tag, nbytes = (ctypes.c_int64 * 2).from_address(self._cells[self._turn % DEPTH].address)
+        tag, nbytes = Header.from_address(self._cells[self._turn % DEPTH].address)
         return tag, nbytes
 
-    def _take(self, target: int, left: int) -> None:
+    def take(self, target: int, left: int) -> None:
+        """Copy the message to an address."""
         while True:
             length = min(left, CELL_BYTES)
             copy(target, self._cells[self._turn % DEPTH].address + HEADER_BYTES, length)
@@ -88,6 +75,89 @@ class Mailbox:
             semaphore.wait(self._filled, self.peer, self.timeout, beside=False)
 
 
-def _check_length(wanted: int, found: int, rank: int, tag: int) -> None:
-    if wanted != found:
-        raise ValueError(f"rank {rank} sent {found} bytes with tag {tag}, but {wanted} are received here")
+class Outbox:
+    """Messages to one rank. The mailbox is opened when the first one is sent."""
+
+    def __init__(self, name: str, open_mailbox: Callable[[], Mailbox]) -> None:
+        self.lane, self._open = Lane(name), open_mailbox
+        self.mailbox: Mailbox | None = None
+
+    def send(self, flat: Tensor, tag: int, result: list[Tensor]) -> LaneWork:
+        def run() -> None:
+            self.mailbox = self.mailbox or self._open()
+            self.mailbox.send(flat, tag)
+
+        return self.lane.submit(run, result)
+
+
+class Inbox:
+    """Messages from one rank. The mailbox is opened, on the lane, when the first one is asked for."""
+
+    def __init__(self, name: str, open_mailbox: Callable[[], Mailbox]) -> None:
+        self.lane, self._open = Lane(name), open_mailbox
+        self.mailbox: Mailbox | None = None
+        self._matching = threading.Lock()
+        self._asked: dict[int, deque[tuple[Tensor, LaneWork]]] = {}
+        self._aside: dict[int, deque[Tensor]] = {}
+
+    def receive(self, flat: Tensor, tag: int, result: list[Tensor]) -> LaneWork:
+        """Fill `flat` with the next message of this tag."""
+        with self._matching:
+            if self._aside.get(tag):
+                found = self._aside[tag].popleft()
+                check_length(flat, found.nbytes, tag)
+                copy(flat.data_ptr(), found.data_ptr(), found.nbytes)
+                return LaneWork.finished(self.lane, result)
+            work = LaneWork(self.lane, self._deliver, result)
+            self._asked.setdefault(tag, deque()).append((flat, work))
+        return self.lane.enqueue(work)  # as many deliveries are queued as receives are open, in whatever order
+
+    def _deliver(self) -> LaneWork | None:
+        """Take messages until one is wanted; the receive that it completes."""
+        try:
+            self.mailbox = self.mailbox or self._open()
+            while True:
+                tag, nbytes = self.mailbox.peek()
+                wanted = self._wanted(tag)
+                if wanted is not None and wanted[0].nbytes == nbytes:
+                    self.mailbox.take(wanted[0].data_ptr(), nbytes)
+                    return wanted[1]
+                found = torch.empty(nbytes, dtype=torch.uint8)
+                self.mailbox.take(found.data_ptr(), nbytes)
+                wanted = wanted or self._wanted(tag, found)
+                if wanted is not None:
+                    copy_checked(*wanted, found, tag)
+                    return wanted[1]
+        except Exception as error:
+            self._fail_all(error)
+            raise
+
+    def _wanted(self, tag: int, found: Tensor | None = None) -> tuple[Tensor, LaneWork] | None:
+        """The oldest open receive of this tag; if there is none, `found` is put aside."""
+        with self._matching:
+            if self._asked.get(tag):
+                return self._asked[tag].popleft()
+            if found is not None:
+                self._aside.setdefault(tag, deque()).append(found)
+            return None
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._matching:
+            open_receives = [work for asked in self._asked.values() for _, work in asked]
+            self._asked.clear()
+        for work in open_receives:
+            work.finish(error)
+            work.tell()
+
+
+def copy_checked(flat: Tensor, work: LaneWork, found: Tensor, tag: int) -> None:
+    try:
+        check_length(flat, found.nbytes, tag)
+        copy(flat.data_ptr(), found.data_ptr(), found.nbytes)
+    except ValueError as error:  # this receive's mistake, not the lane's
+        work.finish(error)
+
+
+def check_length(flat: Tensor, found: int, tag: int) -> None:
+    if flat.nbytes != found:
+        raise ValueError(f"a message of {found} bytes came with tag {tag}, but {flat.nbytes} are received here")

@@ -177,12 +177,12 @@ def scatter(board: Board, output: Tensor, parts: Sequence[Tensor] | None, root: 
         board.let_go(root)
 
 
-def all_to_all(board: Board, inputs: Sequence[Tensor], outputs: Sequence[Tensor], even: bool) -> None:
-    """`outputs[r]` becomes rank r's `inputs[rank]`. Not `even`: the lengths differ between pairs of ranks."""
+def all_to_all(board: Board, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """`outputs[r]` becomes rank r's `inputs[rank]`. Lengths may differ between pairs of ranks, and so may turns."""
     copy(outputs[board.rank].data_ptr(), inputs[board.rank].data_ptr(), inputs[board.rank].nbytes)
     elements = max(1, _part_bytes(board) // inputs[0].itemsize)
     turns = max(1, *(-(-part.numel() // elements) for part in inputs))
-    all_turns = [turns] * board.size if even else _agree(board, turns)
+    all_turns = _everyones(board, turns)
     for turn in range(max(all_turns)):
         if turn < turns:
             _show_parts(board, [part[turn * elements : (turn + 1) * elements] for part in inputs])
@@ -193,7 +193,7 @@ def all_to_all(board: Board, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
                 board.let_go(other)
 
 
-def _agree(board: Board, number: int) -> list[int]:
+def _everyones(board: Board, number: int) -> list[int]:
     """Everybody's number."""
     numbers = torch.empty(board.size, dtype=torch.int64)
     all_gather(board, torch.tensor([number]), list(numbers.split(1)))

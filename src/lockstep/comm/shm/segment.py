@@ -37,7 +37,10 @@ def remove_leftovers() -> list[str]:
     for path in FOLDER.glob(f"{PREFIX}*"):
         namespace, pid, started, *_ = [*path.name.removeprefix(PREFIX).split("-"), "", "", ""]
         if namespace == str(process_namespace()) and pid.isdigit() and _started(int(pid)) != started:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink()
+            except (FileNotFoundError, PermissionError):  # somebody else was faster, or it is another user's
+                continue
             removed.append(path.name)
     return removed
 
@@ -75,6 +78,9 @@ class Segment:
             return cls(name, mmap.mmap(descriptor, os.fstat(descriptor).st_size))
         finally:
             os.close(descriptor)
+
+    def is_named(self) -> bool:
+        return (FOLDER / self.name).exists()
 
     def forget_name(self) -> None:
         """Everybody has it open: from here on it lives exactly as long as its processes."""

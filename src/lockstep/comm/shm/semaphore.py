@@ -53,6 +53,7 @@ class Peer:
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
+        self._poll.unregister(self._descriptor)
         os.close(self._descriptor)
 
 
