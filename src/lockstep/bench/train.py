@@ -116,7 +116,8 @@ def peak_memory(world: World, config: Config, name: str, dataset: DataSet, steps
 
 def timed_step(world: World, strategy: Strategy, batch: Batch) -> float:
     """Seconds from a common start to the end of the device's work."""
-    barrier()
+    if world.size > 1:
+        barrier()
     _synchronize(world)
     start = time.perf_counter()
     strategy.step(batch)

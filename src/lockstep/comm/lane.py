@@ -181,6 +181,7 @@ class Lane:
                     self.beside = False
             if finished is not None:
                 finished.tell()
+                del finished  # and with it the tensors that it holds, before sleeping
 
     def close(self) -> bool:
         """Let the thread finish what is queued and end. False if it is still busy after some seconds."""
