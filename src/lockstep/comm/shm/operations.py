@@ -5,6 +5,7 @@ there is always something to do while others are not ready.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -62,20 +63,36 @@ def _all_reduce_in_parts(board: Board, flat: Tensor, combine: Combine) -> None:
 
     turns of each rank: parts 0, parts 1, sum 0, parts 2, sum 1, ...
     """
-    chunks = [chunk.tensor_split(board.size) for chunk in _chunks(flat, board.size * _part_bytes(board))]
-    _show_parts(board, chunks[0])
-    _add_parts(board, chunks[0], combine)
-    for number, parts in enumerate(chunks):
+    chunks = [_cut(chunk, board) for chunk in _chunks(flat, board.size * _part_bytes(board))]
+    _show_parts(board, chunks[0][0])
+    _add_part(board, chunks[0][1], combine)
+    for number, (parts, mine) in enumerate(chunks):
         following = chunks[number + 1] if number + 1 < len(chunks) else None
         if following is not None:
-            _show_parts(board, following)
-        _show(board, parts[board.rank])
+            _show_parts(board, following[0])
+        _show(board, mine)
         if following is not None:
-            _add_parts(board, following, combine)
+            _add_part(board, following[1], combine)
         for other in board.others:
-            part = parts[other]
-            copy(part.data_ptr(), board.look(other).address, part.nbytes)
+            address, nbytes = parts[other]
+            copy(address, board.look(other).address, nbytes)
             board.let_go(other)
+
+
+Place = tuple[int, int]
+"""Where something lies: address and bytes. Tensors are made only of what is added."""
+
+
+def _cut(chunk: Tensor, board: Board) -> tuple[list[Place], Tensor]:
+    """The chunk as one part per rank, some of them perhaps empty; and this rank's part as a tensor."""
+    address, length, size, itemsize = chunk.data_ptr(), chunk.numel(), board.size, chunk.itemsize
+    cuts = [length * rank // size for rank in range(size + 1)]
+    places = [(address + start * itemsize, (end - start) * itemsize) for start, end in pairwise(cuts)]
+    return places, chunk[cuts[board.rank] : cuts[board.rank + 1]]
+
+
+def _place(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def _part_bytes(board: Board) -> int:
@@ -83,18 +100,20 @@ def _part_bytes(board: Board) -> int:
     return CELL_BYTES // board.size // 16 * 16
 
 
-def _show_parts(board: Board, parts: Sequence[Tensor]) -> None:
+def _show_parts(board: Board, parts: Sequence[Place]) -> None:
     """Part r goes where rank r will look for it; the own one stays at home."""
-    address, stride = board.take().address, _part_bytes(board)
+    cell, stride = board.take().address, _part_bytes(board)
     for other in board.others:
-        copy(address + other * stride, parts[other].data_ptr(), parts[other].nbytes)
+        address, nbytes = parts[other]
+        copy(cell + other * stride, address, nbytes)
     board.show()
 
 
-def _add_parts(board: Board, parts: Sequence[Tensor], combine: Combine) -> None:
-    mine, start = parts[board.rank], board.rank * _part_bytes(board)
+def _add_part(board: Board, mine: Tensor, combine: Combine) -> None:
+    """Add everybody's part for this rank to its own."""
+    dtype, length, start = mine.dtype, mine.numel(), board.rank * _part_bytes(board)
     for other in board.others:
-        combine(mine, board.look(other).view(mine.dtype, mine.numel(), start), out=mine)
+        combine(mine, board.look(other).view(dtype, length, start), out=mine)
         board.let_go(other)
 
 
@@ -130,11 +149,11 @@ def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combin
     copy(output.data_ptr(), parts[board.rank].data_ptr(), output.nbytes)
     pieces = [_chunks(output if rank == board.rank else part, _part_bytes(board)) for rank, part in enumerate(parts)]
     rounds = list(zip(*pieces, strict=True))
-    _show_parts(board, rounds[0])
+    _show_parts(board, [_place(part) for part in rounds[0]])
     for number, now in enumerate(rounds):
         if number + 1 < len(rounds):
-            _show_parts(board, rounds[number + 1])
-        _add_parts(board, now, combine)
+            _show_parts(board, [_place(part) for part in rounds[number + 1]])
+        _add_part(board, now[board.rank], combine)
 
 
 def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> None:
@@ -169,7 +188,7 @@ def scatter(board: Board, output: Tensor, parts: Sequence[Tensor] | None, root: 
     if parts is not None:
         copy(output.data_ptr(), parts[root].data_ptr(), output.nbytes)
         for pieces in zip(*(_chunks(part, _part_bytes(board)) for part in parts), strict=True):
-            _show_parts(board, pieces)
+            _show_parts(board, [_place(piece) for piece in pieces])
         return
     start = board.rank * _part_bytes(board)
     for chunk in _chunks(output, _part_bytes(board)):
@@ -185,7 +204,7 @@ def all_to_all(board: Board, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     all_turns = _everyones(board, turns)
     for turn in range(max(all_turns)):
         if turn < turns:
-            _show_parts(board, [part[turn * elements : (turn + 1) * elements] for part in inputs])
+            _show_parts(board, [_place(part[turn * elements : (turn + 1) * elements]) for part in inputs])
         for other in board.others:
             if turn < all_turns[other]:
                 cell, piece = board.look(other), outputs[other][turn * elements : (turn + 1) * elements]
