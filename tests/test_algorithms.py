@@ -297,4 +297,4 @@ def slow_wire(world: World) -> tuple[float, float]:
 
 def test_an_injected_delay_is_there() -> None:
     for fast, slow in on_ranks(slow_wire, 3):
-        assert slow - fast >= 0.9 * 4 * 0.02
+        assert slow >= 4 * 0.02 > fast

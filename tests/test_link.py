@@ -98,7 +98,7 @@ def test_latency_shows_and_training_is_equal_over_it() -> None:
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     latency = float(re.findall(r"^ 0\s+-\s+(\d+)", out, re.MULTILINE)[0])
-    assert 20_000 < latency < 25_000  # us
+    assert 20_000 < latency < 60_000  # us
 
 
 @needs_namespaces
