@@ -141,7 +141,17 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.Captu
     flags += ["--device", "cpu", "--csv", files["csv"], "--json", files["json"], "--plot", files["svg"]]
     assert main(["bench", "comm", *flags]) == 0
     out = capfd.readouterr().out
-    for expected in ("busbw", "#wrong", "p99", "ratio", "shm ring", "error", "auto takes", "latency floor", "GPT, 7B"):
+    for expected in (
+        "busbw",
+        "#wrong",
+        "p99",
+        "ratio",
+        "shm ring",
+        "error",
+        "auto takes",
+        "latency floor",
+        "a model's gradients",
+    ):
         assert expected in out
     lines = list(csv.DictReader(Path(files["csv"]).read_text().splitlines()))
     assert len(lines) == 3 * 4  # three sizes; shm, gloo, ring, tree
@@ -167,10 +177,15 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.Captu
         (["--collectives", "gather", "--algorithms", "ring"], "none of them is one of gather's (native)"),
         (["--fit"], "--fit needs all_reduce by two or more algorithms by hand; add --algorithms all"),
         (["--nproc", "1"], "it needs --nproc 2 or more"),
-        (["--against", "pigeon"], "--backend pigeon is not available here"),
+        (["--against", "pigeon"], "--against pigeon is not available here"),
         (["--csv", "/no/such/folder/x.csv"], "there is no folder /no/such/folder; make it first"),
         (["--against", "gloo", "--backend", "gloo"], "--against gloo: that is the backend of the run already"),
         (["--against", "gloo", "--algorithms", "ring"], "add native to --algorithms"),
+        (["--collectives", "--nproc", "2"], "--collectives needs at least one of all_reduce"),
+        (["--timeout", "0"], "--timeout is 0, but it must be more than 0 s"),
+        (["--plot", "comm.txt"], "--plot comm.txt: name a file that ends in .png, .svg or .pdf"),
+        (["--csv", "/tmp"], "--csv /tmp: that is a folder; name a file"),
+        (["--csv", "x", "--json", "x"], "x was given for two kinds of output; give each its own file"),
         (["--link", "slow"], "--link slow: give a rate and perhaps a latency"),
         (["--link", "1gbit", "--backend", "shm"], "--backend shm is for ranks of one machine; use gloo"),
     ],

@@ -295,6 +295,22 @@ def check_shared(world: World) -> None:
     dist.barrier()
 
 
+def check_disagreement(world: World) -> None:
+    """Different lengths, dtypes or collectives: an error on every rank, not somebody else's bytes."""
+    for mine in (torch.ones(3 + world.rank), torch.ones(4, dtype=(torch.float32, torch.float64)[world.rank])):
+        group = dist.new_group()
+        with pytest.raises(
+            RuntimeError, match=r"ranks disagree: rank \d calls all_reduce of \d float\d\d elements, and"
+        ):
+            dist.all_reduce(mine, group=group)
+    group = dist.new_group()
+    with pytest.raises(RuntimeError, match=r"calls (barrier|all_reduce) of .* (barrier|all_reduce) of"):
+        dist.all_reduce(torch.ones(3), group=group) if world.rank else dist.barrier(group=group)
+    with pytest.raises(ValueError, match="the root is rank 5, but this group has ranks 0 to 1"):
+        dist.broadcast(torch.ones(1), group_src=5, group=dist.group.WORLD)
+    dist.barrier()
+
+
 def check_refusals(world: World) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         dist.all_reduce(torch.zeros(4, 4).t()[1:])
@@ -337,7 +353,7 @@ def test_operations(nproc: int) -> None:
 
 
 def test_refusals() -> None:
-    on_ranks(run_checks, 2, ("refusals",))
+    on_ranks(run_checks, 2, ("refusals", "disagreement"))
 
 
 def run_checks(world: World, names: tuple[str, ...]) -> None:

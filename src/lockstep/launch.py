@@ -57,6 +57,8 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, launch: Launch, defau
                 f"--nproc {launch.nproc} was given, but torchrun or srun started {size} ranks; leave --nproc out"
             )
         return [_as_external_rank(function, args, launch)]
+    if launch.timeout <= 0:
+        raise UserError(f"--timeout is {launch.timeout:g}, but it must be more than 0 s")
     nproc = launch.nproc if launch.nproc is not None else default_nproc
     if nproc < 1:
         raise UserError(f"--nproc is {nproc}, but it must be 1 or more")

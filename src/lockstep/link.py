@@ -27,7 +27,7 @@ from types import FrameType
 from typing import IO
 
 from lockstep.errors import UserError
-from lockstep.launch import available_cores, die_with_parent
+from lockstep.launch import FOLDER_PREFIX, available_cores, die_with_parent
 from lockstep.relay import Relay
 
 NODES = 2
@@ -174,10 +174,12 @@ def run_over_link(text: str, arguments: list[str], nproc: int | None) -> int:
     check_possible(link)
     nodes: list[Node] = []
     relay = None
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGINT)}
+    folder = tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-")  # torchrun's logs
     try:
         for number in range(NODES):
-            nodes.append(Node(number, _torchrun(number, ranks // NODES, arguments), _environment(ranks)))
+            command = _torchrun(number, ranks // NODES, folder.name, arguments)
+            nodes.append(Node(number, command, _environment(ranks)))
         relay = connect(nodes, link)
         for node in nodes:
             node.go()
@@ -188,7 +190,9 @@ def run_over_link(text: str, arguments: list[str], nproc: int | None) -> int:
             node.end()
         if relay is not None:
             relay.close()
-        signal.signal(signal.SIGTERM, before)
+        folder.cleanup()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -228,12 +232,13 @@ def _environment(ranks: int) -> dict[str, str]:
     }
 
 
-def _torchrun(number: int, ranks_per_node: int, arguments: list[str]) -> list[str]:
+def _torchrun(number: int, ranks_per_node: int, folder: str, arguments: list[str]) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={NODES}", f"--nproc-per-node={ranks_per_node}", "--rdzv-backend=c10d", "--rdzv-id=lockstep"),
         f"--rdzv-endpoint={ADDRESS.format(1)}:{PORT}",
         f"--rdzv-conf=is_host={int(number == 0)}",
+        f"--log-dir={folder}",
         f"--local-addr={ADDRESS.format(number + 1)}",
         *("-m", "lockstep", *arguments),
     ]

@@ -98,16 +98,16 @@ def join_world(
     dist.destroy_process_group()
 
 
-def check_backend(backend: str, device: torch.device) -> None:
+def check_backend(backend: str, device: torch.device, flag: str = "--backend") -> None:
     available = {b for b in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{b}_available")()}
     if hasattr(dist.Backend, "SHM"):
         available.add("shm")
     if backend not in available:
-        raise UserError(f"--backend {backend} is not available here; this torch has {', '.join(sorted(available))}")
+        raise UserError(f"{flag} {backend} is not available here; this torch has {', '.join(sorted(available))}")
     if backend == "shm" and device.type == "cuda":
-        raise UserError("--backend shm moves CPU tensors, and these ranks run on GPUs; use --backend nccl")
+        raise UserError(f"{flag} shm moves CPU tensors, and these ranks run on GPUs; use nccl")
     if backend == "nccl" and device.type == "cpu":
-        raise UserError("--backend nccl needs a GPU for each rank, and these ranks run on the CPU; use --backend gloo")
+        raise UserError(f"{flag} nccl needs a GPU for each rank, and these ranks run on the CPU; use gloo")
 
 
 def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> None:

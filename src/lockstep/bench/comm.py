@@ -123,7 +123,7 @@ def bench_comm(
 
 def make_groups(world: World, backends: list[str]) -> dict[str, Group]:
     for backend in backends:
-        check_backend(backend, world.device)
+        check_backend(backend, world.device, "--against")
     groups = {b: None if b == world.backend else dist.new_group(backend=b) for b in backends}
     for group in groups.values():
         barrier(group)  # NCCL's first call must be everybody's, not a pair's

@@ -75,9 +75,9 @@ def curves(rows: list[Row]) -> list[Curve]:
 
 
 def sentences(curve: Curve) -> list[str]:
-    peak, first = curve.peak, curve.rows[0]
+    peak, first = curve.peak, min(curve.rows, key=lambda r: r.p50)
     said = [
-        f"{curve.collective} by {curve.candidate.name} on {peak.ranks} ranks: peak bus bandwidth {peak.busbw:.2f} GB/s "
+        f"{curve.collective} by {curve.candidate.name} on {peak.ranks} ranks: peak bus bandwidth {peak.busbw:.3g} GB/s "
         f"at {human(peak.nbytes)}; latency floor {1e6 * first.p50:.0f} us at {human(first.nbytes)}"
     ]
     if len(curve.rows) > 2:
@@ -156,6 +156,14 @@ def fit_rows(rows: list[Row], ranks_per_node: int) -> tuple[Prices, list[Predict
         for s in samples
     ]
     return prices, predictions
+
+
+def duration(seconds: float) -> str:
+    """0.0123 -> 12.3 ms"""
+    for unit, length in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{1e6 * seconds:.3g} us"
 
 
 def human(nbytes: float) -> str:

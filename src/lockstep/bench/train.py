@@ -135,7 +135,7 @@ def world_of(world: World, name: str) -> World:
     backend = name.partition("@")[2]
     if not backend or backend == world.backend or world.size == 1:
         return world
-    check_backend(backend, world.device)
+    check_backend(backend, world.device, "--strategies @")
     return replace(world, backend=backend, group=dist.new_group(backend=backend))
 
 

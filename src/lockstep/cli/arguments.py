@@ -106,6 +106,10 @@ def refuse_positional(argv: list[str], command: str) -> None:
 
 def check_folder(flag: str, file: str | None) -> None:
     """Refuse a file whose folder is not there before the work is done, not after."""
+    if file is not None and Path(file).is_dir():
+        raise UserError(f"{flag} {file}: that is a folder; name a file")
+    if flag == "--plot" and file is not None and Path(file).suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {file}: name a file that ends in .png, .svg or .pdf")
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise UserError(f"{flag} {file}: there is no folder {Path(file).absolute().parent}; make it first")
 

@@ -102,6 +102,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--op avg is for floating-point types, and --dtype is {sweep.dtype}; use --op sum")
     for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
         check_folder(flag, file)
+    files = [file for file in (arguments.csv, arguments.json, arguments.plot) if file is not None]
+    if len(set(files)) < len(files):
+        raise UserError(f"{files[-1]} was given for two kinds of output; give each its own file")
     if arguments.link is not None:
         return over_link("bench comm", arguments.link, argv, arguments.launch)
     work = (names, list(arguments.against), algorithms, sweep)
@@ -117,6 +120,8 @@ def _chosen(arguments: BenchCommArguments) -> tuple[list[str], list[str]]:
     for word in arguments.collectives:
         names += COLLECTIVES if word == "all" else [_one_of("--collectives", word, (*COLLECTIVES, "pairs"))]
     names = list(dict.fromkeys(names))
+    if not names:
+        raise UserError(f"--collectives needs at least one of {', '.join(COLLECTIVES)}, pairs")
     known = ("native", "all", *dict.fromkeys(a for algorithms in BY_HAND.values() for a in algorithms))
     algorithms = [_one_of("--algorithms", word, known) for word in arguments.algorithms]
     for name in names:

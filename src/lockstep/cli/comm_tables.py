@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from lockstep.bench.comm import Row
-from lockstep.bench.comm_reading import UTILISATION, curves, fit_rows, gradient_costs, human, sentences
+from lockstep.bench.comm_reading import UTILISATION, curves, duration, fit_rows, gradient_costs, human, sentences
 from lockstep.bench.pairs import Pairs
 from lockstep.bench.trial import Sweep
 from lockstep.cli.tables import new_table
@@ -84,7 +84,7 @@ def show_fit(screen: Console, result: Result) -> None:
     screen.print(
         f"On the busiest rank: {1e6 * prices.message:.1f} us per message, {1e12 * prices.byte_sent:.0f} us/MB sent, "
         f"{1e12 * prices.byte_added:.0f} us/MB added. On any rank: {1e6 * prices.any_message:.1f} us per message, "
-        f"{1e12 * prices.any_byte:.0f} us/MB.\n"
+        f"{1e12 * prices.any_byte:.0f} us/MB (0: these measurements do not tell it from the others).\n"
         f"Error {errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at most."
     )
     for nbytes in dict.fromkeys(p.nbytes for p in predictions):
@@ -95,25 +95,34 @@ def show_fit(screen: Console, result: Result) -> None:
         screen.print(f"  {human(nbytes):>8}: auto takes {chosen.algorithm}, {verdict}")
 
 
+SMALLEST_FOR_MODELS = 1024 * 1024
+"""Smaller messages say nothing about bandwidth."""
+
+
 def show_reading(screen: Console, result: Result) -> None:
     for curve in curves(result.rows):
         screen.print(" ".join(sentences(curve)))
     reduces = [c for c in curves(result.rows) if c.collective == "all_reduce"]
     if not reduces:
         return
+    if max(row.nbytes for row in reduces[0].rows) < SMALLEST_FOR_MODELS:
+        screen.print(
+            f"For the cost of a model's gradients, measure all_reduce up to {human(SMALLEST_FOR_MODELS)} or more."
+        )
+        return
     best = max(reduces, key=lambda c: c.peak.busbw)
     table = new_table(
         f"fp32 gradients over this link, all_reduce by {best.candidate.name}",
         ("model",),
-        ("gradients\nMB", "items\n/rank/step", "communication\nms", "computation\nms", "share of\nstep %"),
+        ("gradients\nMB", "items\n/rank/step", "communi-\ncation", "compu-\ntation", "share of\nstep %"),
     )
     for c in gradient_costs(best, result.peak_flops):
         table.add_row(
             c.model,
             f"{4e-6 * c.parameters:,.0f}",
             str(c.items),
-            f"{1e3 * c.communication:,.1f}",
-            f"{1e3 * c.computation:,.1f}",
+            duration(c.communication),
+            duration(c.computation),
             f"{100 * c.share:.0f}",
         )
     screen.print(table)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.comm.by_hand import all_reduce_by_hand
 from lockstep.comm.ledger import Entry, active_ledger, mark
+from lockstep.errors import UserError
 
 Group = dist.ProcessGroup | None
 SUM = dist.ReduceOp.SUM
@@ -121,6 +122,8 @@ def all_reduce_mean_async(
     tensor: Tensor, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native"
 ) -> Pending:
     """Begin to average `tensor` over the ranks, in place. (gloo's own AVG has summed: we sum, then divide.)"""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UserError(f"a mean is for floating-point tensors, and this one is {tensor.dtype}; call .float() first")
     pending = all_reduce_async(tensor, SUM, group, purpose=purpose, algorithm=algorithm)
     return pending.then(lambda: tensor.div_(group_size(group)))
 

@@ -60,7 +60,10 @@ class Board:
         self.others = sorted(peers)
         memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._semaphores = memory.data_ptr()
-        cells = memory[_semaphore_bytes(self.size) :].view(self.size, DEPTH, CELL_BYTES)
+        cells = memory[_head_bytes(self.size) :].view(self.size, DEPTH, CELL_BYTES)
+        start = 2 * self.size * self.size * semaphore.SIZE
+        self._titles = memoryview(segment.memory)[start : start + 8 * self.size * DEPTH].cast("q")
+        self._title = 0
         self._cells = [[Cell(cell) for cell in row] for row in cells]
         self._written = 0
         self._read = [0] * self.size
@@ -80,6 +83,14 @@ class Board:
                 semaphore.initialize(self._address(0, poster, waiter), 0)
                 semaphore.initialize(self._address(1, poster, waiter), DEPTH)
 
+    def begin(self, operation: str, nbytes: int = 0, dtype: torch.dtype = torch.uint8) -> None:
+        """From here on, every cell shown says what it belongs to, and every cell looked at must belong to the same.
+
+        Ranks that call different collectives, or with different lengths or dtypes, would else read each other's bytes
+        as something that they are not.
+        """
+        self._title = OPERATIONS.index(operation) << 56 | DTYPES.index(dtype) << 48 | nbytes
+
     def take(self) -> Cell:
         """The next of this rank's cells, free to be written."""
         for address, peer in self._let_go:
@@ -89,6 +100,7 @@ class Board:
 
     def show(self) -> None:
         """The cell taken last is written: all others may read it, and so may we, until the cell's next turn."""
+        self._titles[self.rank * DEPTH + self._written % DEPTH] = self._title
         self._written += 1
         for address in self._to_show:
             post(address)
@@ -97,7 +109,11 @@ class Board:
         """The writer's next cell, once it is shown."""
         if try_wait(self._shown[writer]):
             semaphore.wait(self._shown[writer], self.peers[writer], self.timeout, self._lane.beside)
-        return self._cells[writer][self._read[writer] % DEPTH]
+        slot = self._read[writer] % DEPTH
+        if self._titles[writer * DEPTH + slot] != self._title:
+            theirs, ours = _read_title(self._titles[writer * DEPTH + slot]), _read_title(self._title)
+            raise semaphore.PeerError(f"ranks disagree: rank {writer} calls {theirs}, and rank {self.rank} {ours}")
+        return self._cells[writer][slot]
 
     def let_go(self, writer: int) -> None:
         """Done with the cell looked at last."""
@@ -105,9 +121,23 @@ class Board:
         post(self._to_let_go[writer])
 
 
-def _semaphore_bytes(size: int) -> int:
-    return 2 * size * size * semaphore.SIZE
+OPERATIONS = ("barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all")
+DTYPES = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
+    *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_")),
+)
+
+
+def _read_title(title: int) -> str:
+    operation, dtype, nbytes = OPERATIONS[title >> 56], DTYPES[title >> 48 & 0xFF], title & (1 << 48) - 1
+    return f"{operation} of {nbytes // dtype.itemsize} {str(dtype).removeprefix('torch.')} elements"
+
+
+def _head_bytes(size: int) -> int:
+    """Semaphores and titles, up to where a page of memory begins."""
+    return -(-(2 * size * size * semaphore.SIZE + 8 * size * DEPTH) // 4096) * 4096
 
 
 def board_bytes(size: int) -> int:
-    return _semaphore_bytes(size) + size * DEPTH * CELL_BYTES
+    return _head_bytes(size) + size * DEPTH * CELL_BYTES

@@ -173,6 +173,10 @@ class ShmGroup(dist.ProcessGroup):
             return LaneWork.finished(self._collectives, result)
         return self._collectives.submit(lambda: run(board), result)
 
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self._size:
+            raise ValueError(f"the root is rank {root}, but this group has ranks 0 to {self._size - 1}")
+
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
@@ -196,6 +200,7 @@ class ShmGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
+        self._check_root(opts.rootRank)
         flats = [_flat(t, any_order=True) for t in tensors]
         combine, average = reduction(opts.reduceOp, tensors[0].dtype)
 
@@ -210,6 +215,7 @@ class ShmGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         opts = opts or dist.BroadcastOptions()
+        self._check_root(opts.rootRank)
         flats = [_flat(t, any_order=True) for t in tensors]
 
         def run(board: Board) -> None:
@@ -284,6 +290,7 @@ class ShmGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        self._check_root(opts.rootRank)
         flat = _flat(inputs[0])
         parts = [_flat(t) for t in outputs[0]] if self._rank == opts.rootRank else None
         if parts is not None:
@@ -295,6 +302,7 @@ class ShmGroup(dist.ProcessGroup):
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        self._check_root(opts.rootRank)
         flat = _flat(outputs[0])
         parts = [_flat(t) for t in inputs[0]] if self._rank == opts.rootRank else None
         if parts is not None:

@@ -19,6 +19,7 @@ DIRECT_BYTES = 64 * 1024
 
 def all_reduce(board: Board, flat: Tensor, combine: Combine) -> None:
     """Combine in place. Cost per rank and byte: two ranks, copy 1 + add 1; more, copy (2n - 1)/n + add (n - 1)/n."""
+    board.begin("all_reduce", flat.nbytes, flat.dtype)
     if board.size == 2 or flat.nbytes <= DIRECT_BYTES:
         _all_reduce_direct(board, flat, combine)
     else:
@@ -141,11 +142,13 @@ def all_reduce_shared(board: Board, everyone: Sequence[Tensor], combine: Combine
 
 def reduce(board: Board, flat: Tensor, root: int, combine: Combine) -> None:
     """The root's becomes the combination of all; the others' stay as they are."""
+    board.begin("reduce", flat.nbytes, flat.dtype)
     _all_reduce_direct(board, flat, combine, wanted=board.rank == root)
 
 
 def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combine: Combine) -> None:
     """`output` becomes the combination of every rank's `parts[rank]`; the parts stay as they are."""
+    board.begin("reduce_scatter", output.nbytes, output.dtype)
     copy(output.data_ptr(), parts[board.rank].data_ptr(), output.nbytes)
     pieces = [_chunks(output if rank == board.rank else part, _part_bytes(board)) for rank, part in enumerate(parts)]
     rounds = list(zip(*pieces, strict=True))
@@ -158,6 +161,7 @@ def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combin
 
 def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> None:
     """`outputs[r]` becomes rank r's `own`. Who wants nothing (in a gather, all but the root) gives no outputs."""
+    board.begin("all_gather", own.nbytes, own.dtype)
     if outputs is not None:
         copy(outputs[board.rank].data_ptr(), own.data_ptr(), own.nbytes)
     chunks, start = _chunks(own, CELL_BYTES), 0
@@ -175,6 +179,7 @@ def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> N
 
 def broadcast(board: Board, flat: Tensor, root: int) -> None:
     """Everybody gets the root's."""
+    board.begin("broadcast", flat.nbytes, flat.dtype)
     for chunk in _chunks(flat, CELL_BYTES):
         if board.rank == root:
             _show(board, chunk)
@@ -185,6 +190,7 @@ def broadcast(board: Board, flat: Tensor, root: int) -> None:
 
 def scatter(board: Board, output: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
     """Rank r gets the root's `parts[r]`; only the root gives parts."""
+    board.begin("scatter", output.nbytes, output.dtype)
     if parts is not None:
         copy(output.data_ptr(), parts[root].data_ptr(), output.nbytes)
         for pieces in zip(*(_chunks(part, _part_bytes(board)) for part in parts), strict=True):
@@ -202,6 +208,7 @@ def all_to_all(board: Board, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     elements = max(1, _part_bytes(board) // inputs[0].itemsize)
     turns = max(1, *(-(-part.numel() // elements) for part in inputs))
     all_turns = _everyones(board, turns)
+    board.begin("all_to_all", 0, inputs[0].dtype)
     for turn in range(max(all_turns)):
         if turn < turns:
             _show_parts(board, [_place(part[turn * elements : (turn + 1) * elements]) for part in inputs])
@@ -221,6 +228,7 @@ def _everyones(board: Board, number: int) -> list[int]:
 
 def barrier(board: Board) -> None:
     """Returns when everybody has come."""
+    board.begin("barrier")
     board.take()
     board.show()
     for other in board.others:
