@@ -170,11 +170,13 @@ class Run:
 
     def _announce(self) -> None:
         world, config = self.world, self.config
+        chosen = ((config.parallel.algorithm, "native"), (config.parallel.compression, "none"))
+        options = "".join(f"+{option}" for option, neutral in chosen if option != neutral)
         self.console.print(
             f"[bold]{config.model.name}[/] ({parameter_count(self.strategy.model):,} parameters) on "
             f"[bold]{self.dataset.name}[/] ({len(self.dataset.train):,} samples), strategy "
-            f"[bold]{config.parallel.data}[/], {world.size} rank{'s' * (world.size > 1)} on {world.device.type} "
-            f"({world.backend}), global batch {config.train.batch_size}, {config.train.precision}"
+            f"[bold]{config.parallel.data}{options}[/], {world.size} rank{'s' * (world.size > 1)} "
+            f"on {world.device.type} ({world.backend}), global batch {config.train.batch_size}, {config.train.precision}"
         )
         if self.is_gpt:
             peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
