@@ -176,7 +176,8 @@ class Run:
             f"[bold]{config.model.name}[/] ({parameter_count(self.strategy.model):,} parameters) on "
             f"[bold]{self.dataset.name}[/] ({len(self.dataset.train):,} samples), strategy "
             f"[bold]{config.parallel.data}{options}[/], {world.size} rank{'s' * (world.size > 1)} "
-            f"on {world.device.type} ({world.backend}), global batch {config.train.batch_size}, {config.train.precision}"
+            f"on {world.device.type} ({world.backend}), "
+            f"global batch {config.train.batch_size}, {config.train.precision}"
         )
         if self.is_gpt:
             peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
