@@ -1,6 +1,7 @@
 """Start real ranks for a test function, return each rank's result, end the lot at a time-out."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lockstep.launch import Launch, run_on_ranks
@@ -9,3 +10,8 @@ from lockstep.launch import Launch, run_on_ranks
 def on_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """`function(world, *args)` on `nproc` CPU ranks. Functions must live at the top of a test module."""
     return run_on_ranks(function, *args, launch=Launch(nproc=nproc, device="cpu", timeout=timeout))
+
+
+def left_in_shm() -> set[str]:
+    """Names of ours in shared memory, where none should stay."""
+    return {path.name for path in Path("/dev/shm").glob("lockstep-*")}

@@ -1,29 +1,18 @@
-"""The one-host backend: operations against gloo's or arithmetic; PyTorch's engines on it; what it leaves behind."""
+"""The one-host backend: every operation, against gloo's or against arithmetic."""
 
-import os
-import re
-import signal
-import subprocess
 import sys
 import time
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch import Tensor
 
 from lockstep.comm.collectives import all_reduce, all_reduce_async, new_buffer
-from lockstep.comm.shm import segment
 from lockstep.comm.shm.board import CELL_BYTES
 from lockstep.comm.shm.shared import held_bytes
-from lockstep.errors import RankError
 from lockstep.world import World
-from tests.ranks import on_ranks
+from tests.ranks import left_in_shm, on_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shm backend is Linux's")
 
@@ -38,10 +27,6 @@ DTYPES = (
 def numbers(length: int, dtype: torch.dtype, rank: int) -> Tensor:
     """Small integers, so that every sum is exact in every dtype and order."""
     return ((torch.arange(length) + 3 * rank) % 5).to(dtype)
-
-
-def left_in_shm() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("lockstep-*")}
 
 
 def same(got: Tensor, expected: Tensor, what: str) -> None:
@@ -295,34 +280,6 @@ def check_shared(world: World) -> None:
     dist.barrier()
 
 
-def check_disagreement(world: World) -> None:
-    """Different lengths, dtypes or collectives: an error on every rank, not somebody else's bytes."""
-    for mine in (torch.ones(3 + world.rank), torch.ones(4, dtype=(torch.float32, torch.float64)[world.rank])):
-        group = dist.new_group()
-        with pytest.raises(
-            RuntimeError, match=r"ranks disagree: rank \d calls all_reduce of \d float\d\d elements, and"
-        ):
-            dist.all_reduce(mine, group=group)
-    group = dist.new_group()
-    with pytest.raises(RuntimeError, match=r"calls (barrier|all_reduce) of .* (barrier|all_reduce) of"):
-        dist.all_reduce(torch.ones(3), group=group) if world.rank else dist.barrier(group=group)
-    with pytest.raises(ValueError, match="the root is rank 5, but this group has ranks 0 to 1"):
-        dist.broadcast(torch.ones(1), group_src=5, group=dist.group.WORLD)
-    dist.barrier()
-
-
-def check_refusals(world: World) -> None:
-    with pytest.raises(ValueError, match="contiguous"):
-        dist.all_reduce(torch.zeros(4, 4).t()[1:])
-    with pytest.raises(ValueError, match="AVG is for floating-point"):
-        dist.all_reduce(torch.zeros(4, dtype=torch.int32), op=dist.ReduceOp.AVG)
-    with pytest.raises(ValueError, match="needs 2 tensors of 3"):
-        dist.all_gather([torch.zeros(2), torch.zeros(2)], torch.zeros(3))
-    with pytest.raises(ValueError, match="give src to recv"):
-        dist.recv(torch.zeros(1))
-    dist.barrier()
-
-
 def check_overlap(world: World) -> None:
     """An asynchronous collective is done without anybody waiting for it."""
     tensor = torch.ones(4 * CELL_BYTES)
@@ -352,160 +309,7 @@ def test_operations(nproc: int) -> None:
     assert not left_in_shm()
 
 
-def test_refusals() -> None:
-    on_ranks(run_checks, 2, ("refusals", "disagreement"))
-
-
 def run_checks(world: World, names: tuple[str, ...]) -> None:
     assert dist.get_backend() == "shm"
     for name in names:
         globals()[f"check_{name}"](world)
-
-
-# ---- PyTorch's engines ---------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
-
-
-def engines(world: World) -> None:
-    inputs = torch.randn(world.size * 3, 12, generator=torch.Generator().manual_seed(1))
-    mine = inputs.chunk(world.size)[world.rank]
-    alone = Net()
-    alone(inputs).square().mean().backward()
-    expected = [p.grad for p in alone.parameters()]
-
-    ddp = nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(mine).square().mean().backward()
-    for p, e in zip(ddp.parameters(), expected, strict=True):
-        assert p.grad is not None
-        assert e is not None
-        assert torch.allclose(p.grad, e, atol=1e-6)
-
-    mesh = init_device_mesh("cpu", (world.size,))
-    sharded = Net()
-    for layer in (sharded.layers[0], sharded.layers[2], sharded):
-        fully_shard(layer, mesh=mesh)
-    for _ in range(3):
-        sharded.zero_grad()
-        sharded(mine).square().mean().backward()
-    for p, e in zip(sharded.parameters(), expected, strict=True):
-        assert isinstance(p.grad, DTensor)
-        assert e is not None
-        assert torch.allclose(p.grad.full_tensor(), e, atol=1e-6)
-
-    matrix = torch.arange(30.0).view(10, 3)  # uneven over 3 ranks
-    rows = distribute_tensor(matrix, mesh, [Shard(0)])
-    assert torch.equal(rows.redistribute(mesh, [Shard(1)]).full_tensor(), matrix)
-    assert torch.equal((rows.t() @ rows).redistribute(mesh, [Replicate()]).to_local(), matrix.t() @ matrix)
-
-
-def test_pytorch_engines_run_unchanged() -> None:
-    on_ranks(engines, 3, timeout=100)
-
-
-def pipeline(world: World) -> None:
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    inputs = torch.randn(8, 6)
-    stage = PipelineStage(whole[world.rank], world.rank, 2, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda out, target: (out - target).square().mean())
-    if world.rank == 0:
-        schedule.step(inputs)
-    else:
-        out = schedule.step(target=torch.zeros(8, 6))
-        assert torch.allclose(out, whole(inputs), atol=1e-6)
-    gradients = [p.grad for p in whole[world.rank].parameters()]
-    assert all(g is not None for g in gradients)
-
-
-def test_pytorch_pipelining_runs_unchanged() -> None:
-    on_ranks(pipeline, 2)
-
-
-def test_import_lockstep_registers_it_without_importing_torch() -> None:
-    code = (
-        "import lockstep, sys; assert 'torch' not in sys.modules; "
-        "import torch.distributed as dist; print(dist.Backend.SHM)"
-    )
-    other = "import torch.distributed as dist, lockstep; print(dist.Backend.SHM)"
-    for text in (code, other):
-        assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True).stdout == "shm\n"
-
-
-# ---- what goes wrong -----------------------------------------------------------------------------------------
-
-
-def one_dies(world: World) -> None:
-    dist.all_reduce(torch.ones(1))
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) has ended"):
-        dist.all_reduce(torch.ones(1_000_000))
-    assert time.monotonic() - start < 5
-    with pytest.raises(RuntimeError, match="cannot go on after an earlier failure"):
-        dist.all_reduce(torch.ones(1))
-
-
-def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
-    with pytest.raises(RankError, match=r"rank 1 failed first.*SIGKILL"):
-        on_ranks(one_dies, 2)
-    assert not left_in_shm()
-
-
-def one_is_silent(world: World) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    if world.rank == 0:
-        with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) did not answer within 1 s"):
-            dist.all_reduce(torch.ones(1), group=group)
-    dist.barrier()
-
-
-def test_a_silent_rank_is_an_error_after_the_timeout() -> None:
-    on_ranks(one_is_silent, 2)
-
-
-def test_what_a_killed_process_left_is_removed_at_the_next_start_by_owner() -> None:
-    code = (
-        "from lockstep.comm.shm.segment import Segment; s = Segment.create(4096); print(s.name, flush=True); "
-        "import time; time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        name = process.stdout.readline().strip()
-        assert segment.remove_leftovers() == []  # its owner lives
-        assert name in left_in_shm()
-        process.kill()
-        process.wait()
-    assert name in left_in_shm()
-    stranger = Path("/dev/shm") / re.sub(r"lockstep-\d+", "lockstep-1", name)  # another container's: not ours to judge
-    stranger.touch()
-    try:
-        mine = segment.Segment.create(4096)
-        assert name not in left_in_shm()
-        assert {mine.name, stranger.name} <= left_in_shm()
-        mine.forget_name()
-    finally:
-        stranger.unlink()
-    assert not left_in_shm()
-
-
-def test_a_full_shm_is_one_clear_line() -> None:
-    with pytest.raises(
-        ValueError, match=r"MiB were asked for and /dev/shm has \d+ MiB free.*--shm-size.*--backend gloo"
-    ):
-        segment.Segment.create(1 << 50)
-    assert not left_in_shm()
