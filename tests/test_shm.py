@@ -251,9 +251,23 @@ def check_groups(world: World) -> None:
         dist.all_reduce(tensor, group=evens)
         assert tensor.item() == sum(r + 1 for r in range(0, world.size, 2))
     dist.all_reduce(tensor, group=alone)
+    for op in (dist.all_reduce, dist.reduce):
+        alone_before = tensor.clone()
+        op(tensor, **({"group_dst": 0} if op is dist.reduce else {}), group=alone)
+        assert torch.equal(tensor, alone_before)
     copies = [torch.zeros(1)]
     dist.all_gather(copies, tensor, group=alone)
     assert torch.equal(copies[0], tensor)
+    for perform in (
+        lambda out: dist.reduce_scatter_tensor(out, tensor, group=alone),
+        lambda out: dist.all_to_all_single(out, tensor, group=alone),
+        lambda out: dist.scatter(out, [tensor], group_src=0, group=alone),
+        lambda out: dist.gather(tensor, [out], group_dst=0, group=alone),
+    ):
+        out = torch.zeros(1)
+        perform(out)
+        assert torch.equal(out, tensor)
+    dist.barrier(group=alone)
     world_tensor = torch.ones(CELL_BYTES)
     works = [dist.all_reduce(world_tensor, async_op=True) for _ in range(3)]  # in order, on one lane
     for work in works:

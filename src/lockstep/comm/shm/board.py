@@ -52,9 +52,15 @@ class Board:
     """One rank's hold on the board of a group."""
 
     def __init__(
-        self, segment: Segment, rank: int, peers: dict[int, semaphore.Peer], timeout: float, lane: Lane
+        self,
+        segment: Segment,
+        rank: int,
+        peers: dict[int, semaphore.Peer],
+        timeout: float,
+        lane: Lane,
+        initialize: bool,
     ) -> None:
-        """`peers`: all ranks of the group but this one."""
+        """`peers`: all ranks of the group but this one. Who made the segment has to initialize it."""
         self._lane = lane
         self.rank, self.size, self.peers, self.timeout = rank, len(peers) + 1, peers, timeout
         self.others = sorted(peers)
@@ -72,12 +78,13 @@ class Board:
         self._shown = {other: self._address(0, other, rank) for other in self.others}
         self._to_let_go = {other: self._address(1, rank, other) for other in self.others}
         self._let_go = [(self._address(1, other, rank), peers[other]) for other in self.others]
+        if initialize:
+            self._initialize()
 
     def _address(self, kind: int, poster: int, waiter: int) -> int:
         return self._semaphores + ((kind * self.size + poster) * self.size + waiter) * semaphore.SIZE
 
-    def initialize(self) -> None:
-        """Once, by the one who made the segment, before anybody else has it."""
+    def _initialize(self) -> None:
         for poster in range(self.size):
             for waiter in range(self.size):
                 semaphore.initialize(self._address(0, poster, waiter), 0)
@@ -89,7 +96,7 @@ class Board:
         Ranks that call different collectives, or with different lengths or dtypes, would else read each other's bytes
         as something that they are not.
         """
-        self._title = OPERATIONS.index(operation) << 56 | DTYPES.index(dtype) << 48 | nbytes
+        self._title = OPERATIONS[operation] << 56 | DTYPES[dtype] << 48 | nbytes
 
     def take(self) -> Cell:
         """The next of this rank's cells, free to be written."""
@@ -121,16 +128,21 @@ class Board:
         post(self._to_let_go[writer])
 
 
-OPERATIONS = ("barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all")
-DTYPES = (
+_OPERATIONS = (
+    *("barrier", "all_reduce", "all_reduce in shared memory", "reduce", "reduce_scatter"),
+    *("all_gather", "broadcast", "scatter", "all_to_all"),
+)
+_DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
     *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_")),
 )
+OPERATIONS = {name: number for number, name in enumerate(_OPERATIONS)}
+DTYPES = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
 def _read_title(title: int) -> str:
-    operation, dtype, nbytes = OPERATIONS[title >> 56], DTYPES[title >> 48 & 0xFF], title & (1 << 48) - 1
+    operation, dtype, nbytes = _OPERATIONS[title >> 56], _DTYPES[title >> 48 & 0xFF], title & (1 << 48) - 1
     return f"{operation} of {nbytes // dtype.itemsize} {str(dtype).removeprefix('torch.')} elements"
 
 

@@ -20,6 +20,8 @@ DIRECT_BYTES = 64 * 1024
 def all_reduce(board: Board, flat: Tensor, combine: Combine) -> None:
     """Combine in place. Cost per rank and byte: two ranks, copy 1 + add 1; more, copy (2n - 1)/n + add (n - 1)/n."""
     board.begin("all_reduce", flat.nbytes, flat.dtype)
+    if board.size == 1:
+        return
     if board.size == 2 or flat.nbytes <= DIRECT_BYTES:
         _all_reduce_direct(board, flat, combine)
     else:
@@ -128,7 +130,8 @@ def all_reduce_shared(board: Board, everyone: Sequence[Tensor], combine: Combine
     Rank r adds up the r-th part of everybody's, where it lies, and writes the sum to where the others want it. Only
     twice does anybody wait: until all have come, and until all are done.
     """
-    barrier(board)
+    board.begin("all_reduce in shared memory", everyone[0].nbytes, everyone[0].dtype)
+    _meet(board)
     parts = [tensor.tensor_split(board.size)[board.rank] for tensor in everyone]
     pieces = [_chunks(part, SHARED_CHUNK_BYTES) for part in parts]
     for chunks in zip(*pieces, strict=True):
@@ -137,13 +140,14 @@ def all_reduce_shared(board: Board, everyone: Sequence[Tensor], combine: Combine
             combine(mine, chunks[other], out=mine)
         for other in board.others:
             copy(chunks[other].data_ptr(), mine.data_ptr(), mine.nbytes)
-    barrier(board)
+    _meet(board)
 
 
 def reduce(board: Board, flat: Tensor, root: int, combine: Combine) -> None:
     """The root's becomes the combination of all; the others' stay as they are."""
     board.begin("reduce", flat.nbytes, flat.dtype)
-    _all_reduce_direct(board, flat, combine, wanted=board.rank == root)
+    if board.size > 1:
+        _all_reduce_direct(board, flat, combine, wanted=board.rank == root)
 
 
 def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combine: Combine) -> None:
@@ -229,6 +233,10 @@ def _everyones(board: Board, number: int) -> list[int]:
 def barrier(board: Board) -> None:
     """Returns when everybody has come."""
     board.begin("barrier")
+    _meet(board)
+
+
+def _meet(board: Board) -> None:
     board.take()
     board.show()
     for other in board.others:

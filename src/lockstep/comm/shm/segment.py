@@ -72,6 +72,11 @@ class Segment:
             os.close(descriptor)
 
     @classmethod
+    def private(cls, nbytes: int) -> "Segment":
+        """For a rank that is alone: no name, no other process."""
+        return cls("", mmap.mmap(-1, nbytes))
+
+    @classmethod
     def open(cls, name: str) -> "Segment":
         descriptor = os.open(FOLDER / name, os.O_RDWR)
         try:

@@ -79,7 +79,12 @@ def wait(address: int, peer: Peer, timeout: float, beside: bool) -> None:
         ended = peer.has_ended()
         if try_wait(address) == 0:  # it posted this before it ended
             return
-        if ended:
-            raise PeerError(f"rank {peer.rank} (process {peer.pid}) has ended, and this rank waits for it")
-        if time.monotonic() > deadline:
-            raise PeerError(f"rank {peer.rank} (process {peer.pid}) did not answer within {timeout:g} s")
+        give_up(peer, deadline, timeout, ended)
+
+
+def give_up(peer: Peer, deadline: float, timeout: float, ended: bool) -> None:
+    """Raise if there is nothing to wait for any more."""
+    if ended:
+        raise PeerError(f"rank {peer.rank} (process {peer.pid}) has ended, and this rank waits for it")
+    if time.monotonic() > deadline:
+        raise PeerError(f"rank {peer.rank} (process {peer.pid}) did not answer within {timeout:g} s")

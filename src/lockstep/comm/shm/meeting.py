@@ -1,0 +1,105 @@
+"""How the ranks of a group find each other, and the memory that they share: by names in torch's store."""
+
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lockstep.comm.shm.mailbox import MAILBOX_BYTES, Mailbox
+from lockstep.comm.shm.segment import Segment, process_namespace
+from lockstep.comm.shm.semaphore import Peer, give_up
+from lockstep.errors import UserError
+
+NO_ROOM = "none"
+
+
+class Meeting:
+    """One rank's side of it. Everything that is put into the store is taken out again once it has been read."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self._store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.peers: dict[int, Peer] = {}
+        self._segments = 0
+        if size > 1:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Learn each other's processes."""
+        self._store.set(f"process/{self.rank}", f"{_host()} {os.getpid()}")
+        everyone = [self._store.get(f"process/{rank}").decode().split() for rank in range(self.size)]
+        for rank, (host, _) in enumerate(everyone):
+            if host != everyone[0][0]:
+                raise UserError(
+                    f"the shm backend joins ranks of one machine, but ranks 0 and {rank} of this group are on "
+                    f"different ones (or in different containers); use --backend gloo"
+                )
+        self.peers = {r: Peer(r, int(pid)) for r, (_, pid) in enumerate(everyone) if r != self.rank}
+
+    def peer(self, other: int) -> Peer:
+        if other not in self.peers:
+            raise ValueError(f"rank {self.rank} of {self.size} cannot send to or receive from rank {other}")
+        return self.peers[other]
+
+    def make_segment(self, nbytes: int) -> Segment:
+        """Memory of all ranks, who ask for it together; the first one makes it. No room is an error on every rank.
+
+        It has a name until `forget`, which all call once all have it.
+        """
+        key = f"segment/{self._segments}"
+        self._segments += 1
+        if self.rank != 0:
+            name = self._store.get(key).decode()
+            if name == NO_ROOM:
+                raise UserError("shared memory: rank 0 found no room in /dev/shm; enlarge it or use --backend gloo")
+            return Segment.open(name)
+        try:
+            segment = Segment.create(nbytes)
+        except UserError:
+            self._store.set(key, NO_ROOM)
+            raise
+        self._store.set(key, segment.name)
+        return segment
+
+    def forget(self, segment: Segment) -> None:
+        """A store that outlives this group must not lead a later one here."""
+        segment.forget_name()
+        self._store.delete_key(f"process/{self.rank}")
+        if self.rank == 0:
+            self._store.delete_key(f"segment/{self._segments - 1}")
+
+    def make_mailbox(self, peer: Peer) -> Mailbox:
+        """The sender makes it, at its first message."""
+        segment = Segment.create(MAILBOX_BYTES)
+        mailbox = Mailbox(segment, peer, self.timeout)
+        mailbox.initialize()
+        self._store.set(f"mailbox/{self.rank}/{peer.rank}", segment.name)
+        return mailbox
+
+    def find_mailbox(self, peer: Peer) -> Mailbox:
+        """The receiver looks for it: a sender may come late, or never."""
+        key, deadline = f"mailbox/{peer.rank}/{self.rank}", time.monotonic() + self.timeout
+        while not self._store.check([key]):
+            give_up(peer, deadline, self.timeout, peer.has_ended())
+            time.sleep(0.001)
+        segment = Segment.open(self._store.get(key).decode())
+        segment.forget_name()
+        self._store.delete_key(key)
+        return Mailbox(segment, peer, self.timeout)
+
+    def await_opening(self, mailbox: Mailbox) -> None:
+        """What was sent must not be lost because its receiver has not looked yet."""
+        deadline = time.monotonic() + self.timeout
+        while mailbox.segment.is_named() and time.monotonic() < deadline and not mailbox.peer.has_ended():
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
+        self.peers.clear()
+
+
+def _host() -> str:
+    """Equal for processes that can share memory and see each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{process_namespace()}/{os.stat('/dev/shm').st_dev}"

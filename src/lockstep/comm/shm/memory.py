@@ -1,0 +1,51 @@
+"""What the shm backend takes: tensors as flat pieces of CPU memory, or a reason why not."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def flat(tensor: Tensor, any_order: bool = False) -> Tensor:
+    """All elements in a row, sharing the tensor's memory but not its history in autograd.
+
+    `any_order`: in the order in which they lie in memory, which all ranks have in common (channels-last, transposed).
+    """
+    if not tensor.is_cpu:
+        raise ValueError(f"the shm backend moves CPU tensors, and this one is on {tensor.device}; use nccl or gloo")
+    if tensor.layout != torch.strided:
+        raise ValueError("the shm backend moves dense tensors, and this one is sparse; use --backend gloo")
+    if tensor.is_contiguous():
+        row = tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
+    elif any_order and _is_dense(tensor):
+        row = tensor.data.as_strided((tensor.numel(),), (1,))
+    else:
+        raise ValueError("the shm backend moves contiguous tensors; call .contiguous() first")
+    return torch.view_as_real(row).view(-1) if row.is_complex() else row
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps."""
+    expected = 1
+    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def rows(tensor: Tensor, splits: list[int], size: int) -> Sequence[Tensor]:
+    """The tensor cut along its first dimension: evenly, or as told."""
+    if not splits:
+        if tensor.numel() and tensor.size(0) % size:
+            raise ValueError(f"all_to_all: {tensor.size(0)} rows do not divide among {size} ranks; give split sizes")
+        return flat(tensor).chunk(size) if tensor.numel() else [flat(tensor)] * size
+    return [flat(part) for part in tensor.split(list(splits))]
+
+
+def check_parts(operation: str, parts: Sequence[Tensor], whole: Tensor, size: int) -> None:
+    if [p.numel() for p in parts] != [whole.numel()] * size or any(p.dtype != whole.dtype for p in parts):
+        raise ValueError(
+            f"{operation} over {size} ranks needs {size} tensors of {whole.numel()} {whole.dtype} elements each, "
+            f"but got {[p.numel() for p in parts]} of {sorted({str(p.dtype) for p in parts})}"
+        )
