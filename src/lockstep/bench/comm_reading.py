@@ -129,9 +129,6 @@ def gradient_costs(curve: Curve, peak_flops: float) -> list[GradientCost]:
 # ---- the cost model against what was measured -----------------------------------------------------------------
 
 
-FITTED = (*ALGORITHMS, "hierarchical")
-
-
 @dataclass
 class Prediction:
     algorithm: str
@@ -146,7 +143,7 @@ class Prediction:
 
 def fit_rows(rows: list[Row], ranks_per_node: int) -> tuple[Prices, list[Prediction]] | None:
     """Fit the model to the all-reduces by hand among the rows; None if there are fewer than two algorithms."""
-    by_hand = [r for r in rows if r.collective == "all_reduce" and r.candidate.algorithm in FITTED]
+    by_hand = [r for r in rows if r.collective == "all_reduce" and r.candidate.algorithm in ALGORITHMS]
     if len({r.candidate.algorithm for r in by_hand}) < 2:
         return None
     samples = [Sample(r.candidate.algorithm, r.ranks, r.nbytes, r.p50, ranks_per_node) for r in by_hand]

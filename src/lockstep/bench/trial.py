@@ -38,7 +38,7 @@ COLLECTIVES = (
     *("broadcast", "reduce", "gather", "scatter", "send_recv"),
 )
 BY_HAND = {  # besides native
-    "all_reduce": (*ALGORITHMS, "hierarchical", "auto"),
+    "all_reduce": (*ALGORITHMS, "auto"),
     "reduce_scatter": ("ring",),
     "all_gather": ("ring",),
     "broadcast": ("tree",),

@@ -11,14 +11,15 @@ import tyro
 from rich.progress import Progress
 
 from lockstep.bench.comm import bench_comm
-from lockstep.bench.comm_reading import FITTED, curves
+from lockstep.bench.comm_reading import curves
 from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.plot import plot_curves
 from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
 from lockstep.cli.arguments import LinkFlag, check_folder, over_link, parse, refuse_positional
 from lockstep.cli.comm_tables import Result, show_fit, show_pairs, show_reading, show_rows, write_csv, write_json
 from lockstep.cli.tables import console
-from lockstep.comm.by_hand import ranks_per_node
+from lockstep.comm.algorithms import ALGORITHMS
+from lockstep.comm.wire import Wire
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.training.peak import peak_flops
@@ -130,7 +131,7 @@ def _chosen(arguments: BenchCommArguments) -> tuple[list[str], list[str]]:
             raise UserError(f"--algorithms {' '.join(algorithms)}: none of them is one of {name}'s ({there_are})")
     if arguments.against and not {"native", "all"} & set(algorithms):
         raise UserError("--against compares backends' own algorithms: add native to --algorithms")
-    fittable = "all_reduce" in names and ("all" in algorithms or len(set(algorithms) & set(FITTED)) > 1)
+    fittable = "all_reduce" in names and ("all" in algorithms or len(set(algorithms) & set(ALGORITHMS)) > 1)
     if arguments.fit and not fittable:
         raise UserError("--fit needs all_reduce by two or more algorithms by hand; add --algorithms all")
     return names, algorithms
@@ -184,7 +185,7 @@ def _bench(world: World, names: list[str], against: list[str], algorithms: list[
         pairs = bench_pairs(world, world.backend, sweep.iterations, progress) if "pairs" in names else None
     rate, source = peak_flops(world, "fp32")
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    return Result(rows, pairs, world.backend, name, rate, source, ranks_per_node(world.size))
+    return Result(rows, pairs, world.backend, name, rate, source, Wire().ranks_per_node)
 
 
 def _show(result: Result, arguments: BenchCommArguments, sweep: Sweep) -> None:

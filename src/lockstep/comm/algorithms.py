@@ -140,18 +140,19 @@ def double_tree(wire: Wire, flat: Tensor, combine: Combine) -> None:
         messages.wait()
 
 
-def hierarchical(wire: Wire, flat: Tensor, combine: Combine, ranks_per_node: int) -> None:
+def hierarchical(wire: Wire, flat: Tensor, combine: Combine) -> None:
     """Add up inside each node, all-reduce between the nodes by a ring of their first ranks, tell the others.
 
     The slow links between nodes carry 2(m-1)/m S per node for m nodes of l ranks, however many ranks a node has.
 
     2 log2(l)a + 2(m-1)a + (2 log2(l) + 2(m-1)/m)S b + (log2(l) + (m-1)/m)S c
     """
-    first = wire.rank // ranks_per_node * ranks_per_node
-    node = wire.among(list(range(first, min(first + ranks_per_node, wire.size))))
+    local = wire.ranks_per_node
+    first = wire.rank // local * local
+    node = wire.among(list(range(first, min(first + local, wire.size))))
     tree_reduce(node, flat, combine)
     if wire.rank == first:
-        ring(wire.among(list(range(0, wire.size, ranks_per_node))), flat, combine)
+        ring(wire.among(list(range(0, wire.size, local))), flat, combine)
     tree_broadcast(node, flat)
 
 
@@ -293,5 +294,6 @@ ALGORITHMS: dict[str, Callable[[Wire, Tensor, Combine], None]] = {
     "recursive_doubling": recursive_doubling,
     "halving_doubling": halving_doubling,
     "double_tree": double_tree,
+    "hierarchical": hierarchical,
 }
-"""All-reduce by hand. `hierarchical`, which must be told the size of a node, is made by `all_reduce_by_hand`."""
+"""All-reduce by hand."""

@@ -1,6 +1,5 @@
 """All-reduce by one of our own algorithms, as a call like torch.distributed's."""
 
-import os
 import weakref
 from typing import Any
 
@@ -8,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.algorithms import ALGORITHMS, hierarchical
+from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import choose
 from lockstep.comm.lane import Lane
 from lockstep.comm.reduction import reduction
 from lockstep.comm.wire import Wire, moves_cuda, staging
 from lockstep.errors import UserError
 
-ALGORITHM_NAMES = ("native", *ALGORITHMS, "hierarchical", "auto")
+ALGORITHM_NAMES = ("native", *ALGORITHMS, "auto")
 
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
 
@@ -25,38 +24,14 @@ def check_algorithm(name: str) -> None:
         raise UserError(f"algorithm is {name!r}, but it must be one of {', '.join(ALGORITHM_NAMES)}")
 
 
-def ranks_per_node(size: int) -> int:
-    """As the launcher tells this rank; ranks of a node are neighbours."""
-    return min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-
-
-_node_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
-
-
-def agreed_ranks_per_node(wire: Wire) -> int:
-    """The largest that any rank was told, on nodes of different sizes: all must build the same tree. Asked for once."""
-    key = wire.group or dist.group.WORLD
-    assert key is not None
-    known = _node_sizes.setdefault(key, {})
-    if tuple(wire.ranks) not in known:
-        device = torch.device("cuda", torch.cuda.current_device()) if moves_cuda(wire.group) else torch.device("cpu")
-        largest = torch.tensor([ranks_per_node(wire.size)], device=device)
-        ALGORITHMS["naive"](wire, largest, torch.maximum)
-        known[tuple(wire.ranks)] = int(largest)
-    return known[tuple(wire.ranks)]
-
-
 def all_reduce_over(wire: Wire, tensor: Tensor, algorithm: str, op: Any = dist.ReduceOp.SUM) -> None:
     """Reduce in place over a wire; returns when it is done."""
     combine, average = reduction(op, tensor.dtype)
     staged = staging(tensor, wire.group).contiguous()
     flat = staged.view(-1)
     if algorithm == "auto":
-        algorithm = choose(wire, flat.nbytes, agreed_ranks_per_node(wire))
-    if algorithm == "hierarchical":
-        hierarchical(wire, flat, combine, agreed_ranks_per_node(wire))
-    else:
-        ALGORITHMS[algorithm](wire, flat, combine)
+        algorithm = choose(wire, flat.nbytes)
+    ALGORITHMS[algorithm](wire, flat, combine)
     if average:
         flat.div_(wire.size)
     if staged.data_ptr() != tensor.data_ptr():
@@ -73,12 +48,10 @@ def all_reduce_by_hand(
     if data.is_cuda and moves_cuda(group):
         return _on_a_stream(wire, data, algorithm, op)
     reduction(op, data.dtype)  # a mistake is the caller's, here, not the lane's
-    key = group or dist.group.WORLD
-    assert key is not None
-    if key not in _lanes:
-        _lanes[key] = Lane("all-reduce by hand")
-        weakref.finalize(key, _lanes[key].close).atexit = False
-    return _lanes[key].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor])
+    if wire.group not in _lanes:
+        _lanes[wire.group] = Lane("all-reduce by hand")
+        weakref.finalize(wire.group, _lanes[wire.group].close).atexit = False
+    return _lanes[wire.group].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor])
 
 
 class _StreamWork(dist.Work):

@@ -9,19 +9,16 @@ measured times by least squares of the relative error, none below zero.
 """
 
 import time
-import weakref
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from functools import partial
 from itertools import combinations
 from math import ceil
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from lockstep.comm.algorithms import ALGORITHMS, PIECE_BYTES, hierarchical, tree_broadcast
-from lockstep.comm.wire import Wire, moves_cuda
+from lockstep.comm.algorithms import ALGORITHMS, PIECE_BYTES, tree_broadcast
+from lockstep.comm.wire import PerWire, Wire
 
 # ---- what an algorithm does -----------------------------------------------------------------------------------
 
@@ -143,41 +140,29 @@ def _least_squares(matrix: np.ndarray, target: np.ndarray) -> list[float]:
 # ---- algorithm="auto" -----------------------------------------------------------------------------------------
 
 TRIAL_BYTES = (1024, 64 * 1024, 4 * 1024 * 1024)
-_prices: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Prices]] = weakref.WeakKeyDictionary()
-"""Of each group, for each choice of its ranks."""
+_prices: PerWire[Prices] = PerWire()
 
 
-def choose(wire: Wire, nbytes: int, ranks_per_node: int) -> str:
+def choose(wire: Wire, nbytes: int) -> str:
     """The algorithm that the model predicts to be fastest; measured once per group, on all ranks together."""
-    group = wire.group or dist.group.WORLD
-    assert group is not None
-    known = _prices.setdefault(group, {})
-    if tuple(wire.ranks) not in known:
-        known[tuple(wire.ranks)] = measure(wire, ranks_per_node)
-    prices = known[tuple(wire.ranks)]
-    names = [*ALGORITHMS, "hierarchical"] if ranks_per_node < wire.size else [*ALGORITHMS]
-    return min(names, key=lambda name: prices.predict(name, wire.size, nbytes, ranks_per_node))
+    prices = _prices.get(wire, lambda: measure(wire))
+    return min(ALGORITHMS, key=lambda name: prices.predict(name, wire.size, nbytes, wire.ranks_per_node))
 
 
-def measure(wire: Wire, ranks_per_node: int, repeats: int = 5) -> Prices:
+def measure(wire: Wire, repeats: int = 5) -> Prices:
     """Time each algorithm at a few sizes and fit. Rank 0's prices count, so that all ranks choose alike."""
-    algorithms = dict(ALGORITHMS)
-    if ranks_per_node < wire.size:
-        algorithms["hierarchical"] = partial(hierarchical, ranks_per_node=ranks_per_node)
-    device = torch.device("cuda", torch.cuda.current_device()) if moves_cuda(wire.group) else torch.device("cpu")
     samples = []
     for nbytes in TRIAL_BYTES:
-        tensor = torch.zeros(nbytes // 4, device=device)
-        for name, algorithm in algorithms.items():
+        tensor = torch.zeros(nbytes // 4, device=wire.device)
+        for name, algorithm in ALGORITHMS.items():
             times = []
             for _ in range(repeats):
                 start = time.perf_counter()
                 algorithm(wire, tensor, torch.add)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize(tensor.device)
                 times.append(time.perf_counter() - start)
-            samples.append(Sample(name, wire.size, nbytes, float(np.median(times[1:])), ranks_per_node))
-    prices = fit(samples)
-    told = torch.tensor(astuple(prices), dtype=torch.float64, device=device)
+            samples.append(Sample(name, wire.size, nbytes, float(np.median(times[1:])), wire.ranks_per_node))
+    told = torch.tensor(astuple(fit(samples)), dtype=torch.float64, device=wire.device)
     tree_broadcast(wire, told)
     return Prices(*told.tolist())

@@ -1,8 +1,11 @@
 """Messages between ranks: all that the algorithms written by hand know of the network."""
 
+import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,9 @@ class Messages:
             work.wait()
 
 
+T = TypeVar("T")
+
+
 class Wire:
     """Some ranks of a process group, numbered from 0 among themselves, joined by send and receive.
 
@@ -34,10 +40,35 @@ class Wire:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, ranks: list[int] | None = None, delay: float = 0.0):
-        self.group, self.delay = group, delay
+        chosen = group or dist.group.WORLD
+        assert chosen is not None, "a wire needs a process group"
+        self.group: dist.ProcessGroup = chosen
+        self.delay = delay
         self.ranks = ranks if ranks is not None else list(range(dist.get_world_size(group)))
         self.rank = self.ranks.index(dist.get_rank(group))
         self.size = len(self.ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors must lie that the group's send and receive take."""
+        if moves_cuda(self.group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As the launcher told it; ranks of a node are neighbours. On nodes of different sizes, the largest.
+
+        The first question is asked by all ranks together: they must agree, or they would build different trees.
+        """
+        return _ranks_per_node.get(self, self._agree_on_ranks_per_node)
+
+    def _agree_on_ranks_per_node(self) -> int:
+        told = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", self.size))], device=self.device)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        theirs = [torch.empty_like(told) for _ in others]
+        self.exchange([(told, other) for other in others], list(zip(theirs, others, strict=True))).wait()
+        return min(self.size, int(torch.cat([told, *theirs]).max()))
 
     def among(self, ranks: list[int]) -> "Wire":
         """The wire between some of this wire's ranks, of which this rank must be one."""
@@ -65,6 +96,24 @@ class Wire:
         self.exchange(receive=[(tensor, source)]).wait()
 
 
+class PerWire(Generic[T]):
+    """What is found out once about the ranks of a wire, and forgotten with their group."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], T]]
+        self._known = weakref.WeakKeyDictionary()
+
+    def get(self, wire: Wire, find: Callable[[], T]) -> T:
+        known = self._known.setdefault(wire.group, {})
+        ranks = tuple(wire.ranks)
+        if ranks not in known:
+            known[ranks] = find()
+        return known[ranks]
+
+
+_ranks_per_node: PerWire[int] = PerWire()
+
+
 def moves_cuda(group: dist.ProcessGroup | None) -> bool:
     """Whether the group's send and receive take CUDA tensors; if not, they are staged through the host."""
     return "nccl" in dist.get_backend(group)
@@ -72,4 +121,4 @@ def moves_cuda(group: dist.ProcessGroup | None) -> bool:
 
 def staging(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The tensor itself if the group can move it, else a copy on the host."""
-    return tensor if tensor.device.type == "cpu" or moves_cuda(group) else tensor.to(torch.device("cpu"))
+    return tensor if tensor.device.type == "cpu" or moves_cuda(group) else tensor.cpu()
