@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm import collectives
 from lockstep.comm.algorithms import ALGORITHMS, ring_all_gather, ring_reduce_scatter, tree_broadcast
 from lockstep.comm.by_hand import all_reduce_over
-from lockstep.comm.collectives import Group
+from lockstep.comm.collectives import Group, all_gather_single, reduce_scatter_single
 from lockstep.comm.reduction import reduction
 from lockstep.comm.wire import Wire
 from lockstep.world import World
@@ -100,8 +99,8 @@ class Trial:
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         table: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole, op=op, group=group),
-            "all_gather": lambda: collectives._all_gather_single(out, mine, group=group),
-            "reduce_scatter": lambda: collectives._reduce_scatter_single(first, whole, op=op, group=group),
+            "all_gather": lambda: all_gather_single(out, mine, group=group),
+            "reduce_scatter": lambda: reduce_scatter_single(first, whole, op=op, group=group),
             "all_to_all": lambda: dist.all_to_all_single(out, whole, group=group),
             "broadcast": lambda: dist.broadcast(whole, group_src=0, group=group),
             "reduce": lambda: dist.reduce(whole, group_dst=0, op=op, group=group),

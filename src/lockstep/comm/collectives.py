@@ -6,6 +6,7 @@ world of one rank without a process group, where there is nothing to do. `purpos
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ SUM = dist.ReduceOp.SUM
 OTHER = "other"
 
 # torch 2.13 renames them and warns at the old names; 2.11 and 2.12 have the old ones only.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def group_size(group: Group = None) -> int:
@@ -85,13 +86,14 @@ def note_end(work: dist.Work, entry: Entry) -> None:
 
 
 def _issue(
-    operation: str, purpose: str, nbytes: int, device: torch.device, group: Group, start: Callable[[], dist.Work | None]
+    operation: str, payload: Tensor, purpose: str, group: Group, start: Callable[[], dist.Work | None], parts: int = 1
 ) -> Pending:
+    """Begin it, and note it. `payload`: the whole array that it is about, or one of its equal `parts`."""
     if group_size(group) == 1:
         return Pending(None)
-    ledger = active_ledger()
+    ledger, nbytes = active_ledger(), payload.nbytes * parts
     entry = ledger.add(operation, purpose, group_size(group), nbytes) if ledger is not None else None
-    return Pending(start(), entry, device)
+    return Pending(start(), entry, payload.device)
 
 
 # ---- all ranks to all ranks ---------------------------------------------------------------------------------
@@ -107,7 +109,7 @@ def all_reduce_async(
             return all_reduce_by_hand(tensor, algorithm, op, group)
         return dist.all_reduce(tensor, op=op, group=group, async_op=True)
 
-    return _issue("all_reduce", purpose, tensor.nbytes, tensor.device, group, start)
+    return _issue("all_reduce", tensor, purpose, group, start)
 
 
 def all_reduce(
@@ -141,11 +143,8 @@ def all_gather_async(tensor: Tensor, group: Group = None, *, purpose: str = OTHE
     if size == 1:
         gathered[0] = tensor
 
-    def start() -> dist.Work | None:
-        work: dist.Work | None = _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True)
-        return work
-
-    return gathered, _issue("all_gather", purpose, gathered.nbytes, tensor.device, group, start)
+    start = partial(all_gather_single, gathered.view(-1), tensor.reshape(-1), group=group, async_op=True)
+    return gathered, _issue("all_gather", gathered, purpose, group, start)
 
 
 def all_gather(tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> Tensor:
@@ -161,12 +160,8 @@ def reduce_scatter_async(
     """Begin to sum `tensor` over the ranks, of which each keeps its own n-th in `output`."""
     if group_size(group) == 1:
         output.copy_(tensor.view_as(output))
-
-    def start() -> dist.Work | None:
-        work: dist.Work | None = _reduce_scatter_single(output, tensor, op=op, group=group, async_op=True)
-        return work
-
-    return _issue("reduce_scatter", purpose, tensor.nbytes, tensor.device, group, start)
+    start = partial(reduce_scatter_single, output, tensor, op=op, group=group, async_op=True)
+    return _issue("reduce_scatter", tensor, purpose, group, start)
 
 
 def reduce_scatter(
@@ -181,14 +176,8 @@ def all_to_all_async(output: Tensor, tensor: Tensor, group: Group = None, *, pur
     """Begin to send the r-th part of `tensor`'s rows to rank r; `output` is what the ranks send us, in their order."""
     if group_size(group) == 1:
         output.copy_(tensor)
-    return _issue(
-        "all_to_all",
-        purpose,
-        tensor.nbytes,
-        tensor.device,
-        group,
-        lambda: dist.all_to_all_single(output, tensor, group=group, async_op=True),
-    )
+    start = partial(dist.all_to_all_single, output, tensor, group=group, async_op=True)
+    return _issue("all_to_all", tensor, purpose, group, start)
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> Tensor:
@@ -209,14 +198,8 @@ def barrier(group: Group = None) -> None:
 
 def broadcast_async(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str = OTHER) -> Pending:
     """Begin to copy rank `src`'s `tensor` to all, in place."""
-    return _issue(
-        "broadcast",
-        purpose,
-        tensor.nbytes,
-        tensor.device,
-        group,
-        lambda: dist.broadcast(tensor, group=group, group_src=src, async_op=True),
-    )
+    start = partial(dist.broadcast, tensor, group=group, group_src=src, async_op=True)
+    return _issue("broadcast", tensor, purpose, group, start)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str = OTHER) -> Tensor:
@@ -227,14 +210,8 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str
 
 def reduce_async(tensor: Tensor, dst: int = 0, op: Any = SUM, group: Group = None, *, purpose: str = OTHER) -> Pending:
     """Begin to sum `tensor` over the ranks, in place on rank `dst`; what the others hold afterwards is undefined."""
-    return _issue(
-        "reduce",
-        purpose,
-        tensor.nbytes,
-        tensor.device,
-        group,
-        lambda: dist.reduce(tensor, group_dst=dst, op=op, group=group, async_op=True),
-    )
+    start = partial(dist.reduce, tensor, group_dst=dst, op=op, group=group, async_op=True)
+    return _issue("reduce", tensor, purpose, group, start)
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: Any = SUM, group: Group = None, *, purpose: str = OTHER) -> Tensor:
@@ -249,14 +226,8 @@ def scatter_async(
     """Begin to give rank r the r-th of rank `src`'s `parts`, in `tensor`; only `src` gives parts."""
     if group_size(group) == 1 and parts is not None:
         tensor.copy_(parts[0])
-    return _issue(
-        "scatter",
-        purpose,
-        tensor.nbytes * group_size(group),
-        tensor.device,
-        group,
-        lambda: dist.scatter(tensor, list(parts) if parts else None, group_src=src, group=group, async_op=True),
-    )
+    start = partial(dist.scatter, tensor, list(parts) if parts else None, group_src=src, group=group, async_op=True)
+    return _issue("scatter", tensor, purpose, group, start, group_size(group))
 
 
 def scatter(
@@ -273,14 +244,8 @@ def gather_async(
     """Begin to collect every rank's `tensor` in rank `dst`'s `parts`; only `dst` gives parts."""
     if group_size(group) == 1 and parts is not None:
         parts[0].copy_(tensor)
-    return _issue(
-        "gather",
-        purpose,
-        tensor.nbytes * group_size(group),
-        tensor.device,
-        group,
-        lambda: dist.gather(tensor, list(parts) if parts else None, group_dst=dst, group=group, async_op=True),
-    )
+    start = partial(dist.gather, tensor, list(parts) if parts else None, group_dst=dst, group=group, async_op=True)
+    return _issue("gather", tensor, purpose, group, start, group_size(group))
 
 
 def gather(
@@ -295,8 +260,7 @@ def gather(
 
 def send_async(tensor: Tensor, dst: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Pending:
     """Begin to send `tensor` to rank `dst`."""
-    start = lambda: dist.isend(tensor, group_dst=dst, group=group, tag=tag)  # noqa: E731
-    return _issue("send", purpose, tensor.nbytes, tensor.device, group, start)
+    return _issue("send", tensor, purpose, group, lambda: dist.isend(tensor, group_dst=dst, group=group, tag=tag))
 
 
 def send(tensor: Tensor, dst: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> None:
@@ -306,8 +270,7 @@ def send(tensor: Tensor, dst: int, group: Group = None, *, tag: int = 0, purpose
 
 def recv_async(tensor: Tensor, src: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Pending:
     """Begin to fill `tensor` with what rank `src` sends."""
-    start = lambda: dist.irecv(tensor, group_src=src, group=group, tag=tag)  # noqa: E731
-    return _issue("recv", purpose, tensor.nbytes, tensor.device, group, start)
+    return _issue("recv", tensor, purpose, group, lambda: dist.irecv(tensor, group_src=src, group=group, tag=tag))
 
 
 def recv(tensor: Tensor, src: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Tensor:

@@ -131,17 +131,19 @@ class Lane:
     def do(self, run: Callable[..., None], *args: Any) -> None:
         """Do what is queued, then run(*args), here and now."""
         finished: list[LaneWork] = []
-        with self._busy:
-            while self._waiting:
-                finished.append(self._waiting.popleft().run())
-            self.check()
-            try:
-                run(*args)
-            except BaseException as error:
-                self.broken = error
-                raise
-        for work in finished:
-            work.tell()
+        try:
+            with self._busy:
+                while self._waiting:
+                    finished.append(self._waiting.popleft().run())
+                self.check()
+                try:
+                    run(*args)
+                except BaseException as error:
+                    self.broken = error
+                    raise
+        finally:
+            for work in finished:
+                work.tell()
 
     def submit(self, run: Run, result: list[torch.Tensor]) -> LaneWork:
         """Queue `run`, to be done beside the caller, on the lane's thread."""
