@@ -29,7 +29,10 @@ from lockstep.world import World
 from tests.ranks import on_ranks
 
 LENGTHS = (0, 1, 2, 5, 1000, 2 * PIECE_BYTES // 4 + 3)
-DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DTYPES = (
+    *(torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
 
 
 # ---- all-reduce ---------------------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ def against_native(world: World, backend: str, per_node: int) -> None:
             total = sum((torch.arange(777) + r) % 7 for r in range(world.size))
             all_reduce_over(wire, whole, algorithm)
             assert isinstance(total, Tensor)
-            assert torch.equal(whole, total.to(dtype)), (algorithm, dtype)
+            assert torch.equal(whole.long(), total), (algorithm, dtype)
         for op, value in ((dist.ReduceOp.MAX, world.size), (dist.ReduceOp.AVG, (world.size + 1) / 2)):
             tensor = torch.full((9,), float(world.rank + 1))
             all_reduce_over(wire, tensor, algorithm, op)
@@ -153,7 +156,7 @@ def every_primitive(world: World) -> None:
     assert mine[0] == 1
     assert [e.operation for e in ledger.entries] == [
         *("all_reduce", "all_reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"),
-        *("reduce", "gather", "scatter", "send" if rank == 0 else "recv", "all_reduce"),
+        *("reduce", "gather", "scatter", "send" if rank == 0 else "recv", "barrier", "all_reduce"),
     ]
     assert [e.nbytes for e in ledger.entries][:7] == [16, 16, 16, 16, 32, 16, 8]
     assert all(e.wait_ended is not None for e in ledger.entries)

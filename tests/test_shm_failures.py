@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -82,6 +83,20 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
     assert re.fullmatch(r"True rank 1 \(process \d+\) has ended, and this rank waits for it", first)
     assert re.fullmatch(r"True shm group \S+ cannot go on after an earlier failure: rank 1 .*", second)
     assert not left_in_shm()
+
+
+def long_wait(world: World) -> float:
+    """CPU seconds that a rank spends on waiting for one that comes late."""
+    dist.barrier()
+    if world.rank == 1:
+        time.sleep(2)
+    before = time.process_time()
+    dist.all_reduce(torch.ones(1))
+    return time.process_time() - before
+
+
+def test_waiting_burns_no_core() -> None:
+    assert on_ranks(long_wait, 2)[0] < 0.5  # of 2 s
 
 
 def one_is_silent(world: World) -> None:

@@ -186,11 +186,18 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group = None, *, purpose: 
     return output
 
 
-def barrier(group: Group = None) -> None:
+def barrier_async(group: Group = None, *, purpose: str = OTHER) -> Pending:
+    """Say that this rank has come here; wait for the others later."""
+    on_gpu = group_size(group) > 1 and "nccl" in dist.get_backend(group)
+    device_ids = [torch.cuda.current_device()] if on_gpu else None
+    nothing = torch.empty(0, device="cuda" if on_gpu else "cpu")
+    start = partial(dist.barrier, group=group, async_op=True, device_ids=device_ids)
+    return _issue("barrier", nothing, purpose, group, start)
+
+
+def barrier(group: Group = None, *, purpose: str = OTHER) -> None:
     """Return when every rank has come here."""
-    if group_size(group) > 1:
-        on_gpu = "nccl" in dist.get_backend(group)
-        dist.barrier(group=group, device_ids=[torch.cuda.current_device()] if on_gpu else None)
+    barrier_async(group, purpose=purpose).wait()
 
 
 # ---- from one rank, or to one -------------------------------------------------------------------------------

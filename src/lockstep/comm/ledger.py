@@ -53,6 +53,7 @@ def wire_factor(operation: str, group_size: int) -> float:
         "reduce": alone,
         "send": alone,
         "recv": 0.0,
+        "barrier": 0.0,
     }[operation]
 
 
