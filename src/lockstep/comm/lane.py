@@ -32,6 +32,7 @@ class LaneWork(dist.Work):
     def run(self) -> "LaneWork":
         """Called by the lane, once. Returns the work that is done now: usually this one."""
         finished: LaneWork | None = None
+        failure: Exception | None = None
         try:
             self._lane.check()
             finished = self._run()
@@ -39,16 +40,19 @@ class LaneWork(dist.Work):
             self._lane.broken = self._lane.broken or error
             if not isinstance(error, Exception):  # Ctrl-C while the caller did the work
                 raise
-            self._error = error
+            failure = error
         self._run = _nothing  # lets go of what it worked on
         finished = finished or self
-        finished.finish()
+        finished.finish(failure)
         return finished
 
     def finish(self, error: Exception | None = None) -> None:
-        self._error = self._error or error
+        """What is done stays as it was: a failure of what was run in its name comes too late for it."""
         with self._lane.bookkeeping:
-            self.done = True
+            if not self.done:
+                self._error = error
+                self.done = True
+                self._lane.bookkeeping.notify_all()
 
     def tell(self) -> None:
         """Complete the future, if anybody has asked for one. Its callbacks may well use the lane again."""
@@ -118,9 +122,9 @@ class Lane:
         """The first failure. What comes after it would wait for ranks that are out of step: it fails at once."""
         self.beside = False
         """The lane's thread is at work, beside a caller that has other things to do."""
-        self.bookkeeping = threading.Lock()
+        self.bookkeeping = threading.Condition(threading.Lock())  # told of when work is done, or the lane is free
         self._waiting: deque[LaneWork] = deque()
-        self._busy = threading.Lock()  # held by whoever works
+        self._busy = False  # somebody works
         self._calls: SimpleQueue[bool] = SimpleQueue()  # True: there may be work; False: end
         self._thread: threading.Thread | None = None
 
@@ -131,17 +135,18 @@ class Lane:
     def do(self, run: Callable[..., None], *args: Any) -> None:
         """Do what is queued, then run(*args), here and now."""
         finished: list[LaneWork] = []
+        self._begin()
         try:
-            with self._busy:
-                while self._waiting:
-                    finished.append(self._waiting.popleft().run())
-                self.check()
-                try:
-                    run(*args)
-                except BaseException as error:
-                    self.broken = error
-                    raise
+            while self._waiting:
+                finished.append(self._waiting.popleft().run())
+            self.check()
+            try:
+                run(*args)
+            except BaseException as error:
+                self.broken = error
+                raise
         finally:
+            self._end()
             for work in finished:
                 work.tell()
 
@@ -162,25 +167,42 @@ class Lane:
 
     def work_until(self, wanted: LaneWork) -> None:
         """Do the work up to and including `wanted`, as far as the thread has not done it."""
-        while not wanted.done:
-            finished = None
-            with self._busy:
-                if not wanted.done:
-                    if not self._waiting:  # it was interrupted while it was being done
-                        self.check()
-                    finished = self._waiting.popleft().run()
-            if finished is not None:
-                finished.tell()
+        while self._begin(wanted):
+            try:
+                if not self._waiting:  # it was interrupted while it was being done
+                    self.check()
+                finished = self._waiting.popleft().run()
+            finally:
+                self._end()
+            finished.tell()
+
+    def _begin(self, wanted: LaneWork | None = None) -> bool:
+        """Wait for one's turn to work. False if `wanted` is done first: who works now may be waiting for the caller."""
+        with self.bookkeeping:
+            while self._busy and not (wanted and wanted.done):
+                self.bookkeeping.wait()
+            if wanted and wanted.done:
+                return False
+            self._busy = True
+            return True
+
+    def _end(self) -> None:
+        with self.bookkeeping:
+            self._busy = False
+            self.bookkeeping.notify_all()
 
     def _work_forever(self) -> None:
         use_one_thread_here()
         while self._calls.get():
             finished = None
-            with self._busy:
+            self._begin()
+            try:
                 if self._waiting:
                     self.beside = True
                     finished = self._waiting.popleft().run()
-                    self.beside = False
+            finally:
+                self.beside = False
+                self._end()
             if finished is not None:
                 finished.tell()
                 del finished  # and with it the tensors that it holds, before sleeping
