@@ -14,6 +14,7 @@ from lockstep.data import Batch, build_data
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.strategies import STRATEGIES, VARIANTS, Strategy, strategy_named
+from lockstep.strategies.loss_scale import LossScale
 from lockstep.training import TrainResult, prepare_strategy, train
 from lockstep.training.optimizer import learning_rate
 from lockstep.world import World
@@ -126,11 +127,10 @@ def fp16_overflow(world: World) -> tuple[int, int, float]:
     dataset = build_data(config)
     strategy = prepare_strategy(world, config, dataset)
     strategy.prepare(Overflowing(), lambda p: torch.optim.SGD(p, 1e-6))
-    assert strategy.scaler is not None
-    strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    strategy.loss_scale = LossScale(2.0**24)
     batch = dataset.train.batch(torch.arange(world.rank, 40, world.size))
     skipped = [strategy.step(batch).skipped for _ in range(24)]
-    return sum(skipped), len(skipped) - sum(skipped), strategy.scaler.get_scale()
+    return sum(skipped), len(skipped) - sum(skipped), strategy.loss_scale.scale
 
 
 @pytest.fixture(scope="module")

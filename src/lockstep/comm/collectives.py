@@ -154,11 +154,19 @@ def all_gather(tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> 
     return gathered
 
 
+def all_gather_into_async(output: Tensor, part: Tensor, group: Group = None, *, purpose: str = OTHER) -> Pending:
+    """Begin to fill `output`, 1-D, with every rank's `part`, end to end. `part` may be its own place in `output`."""
+    if group_size(group) == 1 and output.data_ptr() != part.data_ptr():
+        output.copy_(part)
+    start = partial(all_gather_single, output, part, group=group, async_op=True)
+    return _issue("all_gather", output, purpose, group, start)
+
+
 def reduce_scatter_async(
     output: Tensor, tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER
 ) -> Pending:
     """Begin to sum `tensor` over the ranks, of which each keeps its own n-th in `output`."""
-    if group_size(group) == 1:
+    if group_size(group) == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.view_as(output))
     start = partial(reduce_scatter_single, output, tensor, op=op, group=group, async_op=True)
     return _issue("reduce_scatter", tensor, purpose, group, start)

@@ -81,7 +81,7 @@ class Entry:
 MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers")
 """Traffic that grows with the model."""
 
-STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "count")
+STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
 """What a step waits for. The loss travels too, but only whoever reads it waits."""
 
 
@@ -89,7 +89,8 @@ STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "count")
 class Traffic:
     """What one rank sent for the model in one step.
 
-    Left out are the step's own few bytes: the count (8), the loss (16) and, in local SGD, the agreement to step (4).
+    Left out are the step's own few bytes: the count (8), the loss (16), in local SGD the agreement to step (4), and
+    the norm of sharded gradients (4 or 8).
     """
 
     collectives: int

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import Group, Pending, all_reduce_async, group_size, new_buffer
 
 T = TypeVar("T", bound=Tensor)
+FIRST_BUCKET_SHARE = 1 / 3
+"""The first bucket is smaller: its traffic starts early, and is hidden behind most of backward."""
 
 
 class Bucket:

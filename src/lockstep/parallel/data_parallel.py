@@ -30,14 +30,11 @@ from torch import Tensor, nn
 from lockstep.comm.by_hand import check_algorithm
 from lockstep.comm.collectives import Group, all_gather, all_gather_objects, broadcast, group_size
 from lockstep.errors import UserError
-from lockstep.parallel.bucket import Bucket, assign_buckets
+from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
 from lockstep.parallel.compression import make_reducer
 
 Sync = Literal["naive", "flat", "overlap", "bucketed"]
 MIB = 1024 * 1024
-FIRST_BUCKET_SHARE = 1 / 3
-"""The first bucket is smaller: its traffic starts early, and is hidden behind most of backward."""
-
 
 class DataParallel(nn.Module):
     """Wraps a module; call it like the module, and `finish_gradient_synchronization()` between backward and step.

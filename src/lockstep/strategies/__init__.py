@@ -12,6 +12,7 @@ from lockstep.strategies.data_parallel import Bucketed, Flat, Naive, Overlap
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.local_sgd import LocalSGD
 from lockstep.strategies.single import Single
+from lockstep.strategies.zero import Zero1, Zero2
 from lockstep.world import World
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -21,6 +22,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "overlap": Overlap,
     "bucketed": Bucketed,
     "ddp": DDP,
+    "zero1": Zero1,
+    "zero2": Zero2,
     "local_sgd": LocalSGD,
 }
 

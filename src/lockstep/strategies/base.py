@@ -22,6 +22,7 @@ from lockstep.config import Parallel
 from lockstep.data import Batch, Share
 from lockstep.models.loss import LossSum, correct_count
 from lockstep.parallel.data_parallel import broadcast_buffers
+from lockstep.strategies.loss_scale import LossScale
 from lockstep.world import ParallelDims, World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -119,9 +120,7 @@ class Strategy(ABC):
         self.ledger = Ledger(world.device)
         self.phases = Phases(world.device)
         self.dtype = DTYPES[options.precision]
-        self.scaler: torch.amp.GradScaler | None = None
-        if options.precision == "fp16":
-            self.scaler = torch.amp.GradScaler(world.device.type, init_scale=2.0**12)
+        self.loss_scale = LossScale() if options.precision == "fp16" else None
 
     # ---- what a strategy defines -------------------------------------------------------------------------
 
@@ -136,6 +135,10 @@ class Strategy(ABC):
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients need to meet at the `last` one only."""
         return nullcontext()
+
+    def zero_gradients(self) -> None:
+        """Before the first micro-batch of a step."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def finish_gradients(self) -> None:
         """After the last backward: when this returns, gradients are the global batch's."""
@@ -188,7 +191,7 @@ class Strategy(ABC):
 
     def accumulate_gradients(self, batch: Batch, synchronize: bool = True) -> Totals:
         """Forward and backward of all micro-batches, each weighted by its share of the global batch's targets."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_gradients()
         count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=self.world.device)
         counting = self._sum_over_data_ranks(count, "count")
         totals = Totals(torch.zeros(2, dtype=torch.float64, device=self.world.device), count, Pending(None))
@@ -218,8 +221,8 @@ class Strategy(ABC):
         # A loss that is not finite must reach every rank, but backward looks at the loss's slope, not its value:
         # 0 * loss is 0 or NaN, and makes all gradients NaN.
         loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.scale
         loss.backward()
 
     def _sum_over_data_ranks(self, tensor: Tensor, purpose: str) -> Pending:
@@ -235,24 +238,31 @@ class Strategy(ABC):
 
     def apply_gradients(self) -> tuple[Tensor, bool]:
         """Clip by the global norm and step; on non-finite gradients no rank steps. Returns (norm, stepped)."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        if self.loss_scale is not None:
+            torch._foreach_mul_(self.local_gradients(), 1.0 / self.loss_scale.scale)
         norm = self.gradient_norm()
         applied = self.agree_finite(bool(norm.isfinite()))
         if applied:
             if self.options.clip_norm is not None:
                 self.clip_gradients(norm, self.options.clip_norm)
             self.optimizer.step()
-        if self.scaler is not None:  # on a skipped step all ranks halve it alike, whoever overflowed
-            self.scaler.update(None if applied else self.scaler.get_scale() * 0.5)
+        if self.loss_scale is not None:  # on a skipped step all ranks halve it alike, whoever overflowed
+            self.loss_scale.update(applied)
         return norm, applied
+
+    def local_gradients(self) -> list[Tensor]:
+        """The gradients that this rank's optimizer steps with."""
+        return [p.grad for p in self.trainable() if p.grad is not None]
 
     def gradient_norm(self) -> Tensor:
         """Norm over all parameters of the whole model."""
-        return nn.utils.get_total_norm([p.grad for p in self.trainable() if p.grad is not None])
+        return nn.utils.get_total_norm(self.local_gradients())
 
     def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
-        nn.utils.clip_grads_with_norm_(self.trainable(), max_norm, norm)
+        """As torch's clip_grad_norm_, for a norm that is known."""
+        gradients = self.local_gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -289,7 +299,7 @@ class Strategy(ABC):
             if tensor is not None and not bool(tensor.isfinite().all())
         ]
         inputs_bad = batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all())
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_gradients()
         mine = (["its inputs"] if inputs_bad else []) + found
         totals.pending.wait()
         findings = [
@@ -313,10 +323,10 @@ class Strategy(ABC):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything that the next step depends on."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
+        return state if self.loss_scale is None else {**state, "loss_scale": self.loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])

@@ -233,8 +233,8 @@ class Run:
         if not result.skipped:
             self.skipped_in_a_row = 0
             return
-        scaler = self.strategy.scaler
-        if scaler is not None and scaler.get_scale() >= 1.0:
+        loss_scale = self.strategy.loss_scale
+        if loss_scale is not None and loss_scale.scale >= 1.0:
             return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
         self.skipped_in_a_row += 1
         where = self.strategy.locate_nonfinite(batch)

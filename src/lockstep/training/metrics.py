@@ -14,7 +14,7 @@ from lockstep.comm.ledger import Ledger
 from lockstep.errors import UserError
 from lockstep.strategies.base import Phases
 
-WAITS_IN = {"forward": ("buffers",), "backward": ("gradients", "parameters", "flags"), "optimizer": ("agreement",)}
+WAITS_IN = {"forward": ("buffers",), "backward": ("gradients", "parameters", "flags"), "optimizer": ("agreement", "norm")}
 """In which phase of the step each purpose is waited for."""
 
 

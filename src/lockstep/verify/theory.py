@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.comm.ledger import Traffic
 from lockstep.config import Parallel
-from lockstep.parallel.data_parallel import FIRST_BUCKET_SHARE
+from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
 from lockstep.parallel.local_sgd import CHUNK_BYTES
 
 
@@ -55,6 +55,10 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory | N
     match parallel.data:
         case "single":
             return Theory(0, 0.0)
+        case "zero1" | "zero2":  # the gradients to their owners, the parameters back, and which were used
+            buckets = bucket_sizes(sizes, itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
+            elements = sum(padded(bucket, itemsize, n) for bucket in buckets)
+            return Theory(2 * len(buckets) + 1, gather * 2 * elements * itemsize + reduce * (count + 1) * 4)
         case "ddp":
             return Theory(None, reduce * psi * itemsize)
         case "local_sgd":  # a step with a meeting; steps between meetings send nothing
@@ -84,6 +88,14 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory | N
                 rounds += 2 if any(compressed for _, compressed in thin) else 1
             return Theory(rounds, reduce * sent * itemsize)
     return Theory(len(buckets), reduce * (psi + count) * itemsize)
+
+
+def padded(sizes: list[int], itemsize: int, n: int) -> int:
+    """Elements of tensors laid end to end, each begun at a multiple of 16 bytes, all filled up to n equal parts."""
+    align, end = max(1, 16 // itemsize), 0
+    for size in sizes:
+        end = ceil(end / align) * align + size
+    return ceil(end / n) * n
 
 
 def powersgd_elements(shape: tuple[int, ...], rank: int) -> tuple[int, bool]:

@@ -131,6 +131,7 @@ class Board:
 _OPERATIONS = (
     *("barrier", "all_reduce", "all_reduce in shared memory", "reduce", "reduce_scatter"),
     *("all_gather", "broadcast", "scatter", "all_to_all"),
+    *("reduce_scatter in shared memory", "all_gather in shared memory"),
 )
 _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),

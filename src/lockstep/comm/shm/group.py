@@ -185,7 +185,19 @@ class ShmGroup(dist.ProcessGroup):
         return self._all_gather([memory.flat(o).chunk(self._size) for o in outputs], inputs, outputs, opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        return self.allgather_into_tensor_coalesced([output], [input], opts)
+        everyone = self._shared_parts(memory.flat(output), memory.flat(input)) if self._shared else None
+        if everyone is None:
+            return self.allgather_into_tensor_coalesced([output], [input], opts)
+        parts = memory.flat(output).chunk(self._size)
+        return self._submit(lambda board: operations.all_gather_shared(board, everyone, parts), [output], opts)
+
+    def _shared_parts(self, output: Tensor, part: Tensor) -> list[Tensor] | None:
+        """Everybody's part, if all can see them: shared by themselves, or lying in place in a shared output."""
+        everyone = self._shared.find(output)
+        if everyone is None:
+            return self._shared.find(part)
+        parts = [tensor.chunk(self._size)[rank] for rank, tensor in enumerate(everyone)]
+        return parts if parts[self._rank].data_ptr() == part.data_ptr() else None
 
     def _all_gather(self, outputs: Any, inputs: Any, result: Any, opts: Any) -> dist.Work:
         flats = [memory.flat(t) for t in inputs]
@@ -207,7 +219,14 @@ class ShmGroup(dist.ProcessGroup):
         return self._reduce_scatter(outputs, [memory.flat(i).chunk(self._size) for i in inputs], opts)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+        everyone = self._shared.find(memory.flat(input), beginning=True) if self._shared else None
+        combine, average = reduction(opts.reduceOp if opts else dist.ReduceOp.SUM, output.dtype)
+        if everyone is None or average:
+            return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+        flat = memory.flat(output)
+        memory.check_parts("reduce_scatter", everyone[0].chunk(self._size), flat, self._size)
+        run = partial(operations.reduce_scatter_shared, everyone=everyone, output=flat, combine=combine)
+        return self._submit(run, [output], opts)
 
     def _reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()

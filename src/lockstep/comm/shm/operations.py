@@ -143,6 +143,30 @@ def all_reduce_shared(board: Board, everyone: Sequence[Tensor], combine: Combine
     _meet(board)
 
 
+def reduce_scatter_shared(board: Board, everyone: Sequence[Tensor], output: Tensor, combine: Combine) -> None:
+    """As `reduce_scatter`, of tensors that all ranks can see: each adds up its part where it lies."""
+    board.begin("reduce_scatter in shared memory", output.nbytes, output.dtype)
+    _meet(board)
+    parts = [tensor.chunk(board.size)[board.rank] for tensor in everyone]
+    first, *rest = (parts[other] for other in board.others)
+    pieces = zip(*(_chunks(t, SHARED_CHUNK_BYTES) for t in (output, parts[board.rank], first, *rest)), strict=True)
+    for result, mine, theirs, *more in pieces:
+        combine(mine, theirs, out=result)
+        for piece in more:
+            combine(result, piece, out=result)
+    _meet(board)
+
+
+def all_gather_shared(board: Board, everyone: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """As `all_gather`, of tensors that all ranks can see: each fetches the others', and that is the only copy."""
+    board.begin("all_gather in shared memory", everyone[0].nbytes, everyone[0].dtype)
+    _meet(board)
+    for output, tensor in zip(outputs, everyone, strict=True):
+        if output.data_ptr() != tensor.data_ptr():
+            copy(output.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+    _meet(board)
+
+
 def reduce(board: Board, flat: Tensor, root: int, combine: Combine) -> None:
     """The root's becomes the combination of all; the others' stay as they are."""
     board.begin("reduce", flat.nbytes, flat.dtype)
@@ -153,7 +177,8 @@ def reduce(board: Board, flat: Tensor, root: int, combine: Combine) -> None:
 def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combine: Combine) -> None:
     """`output` becomes the combination of every rank's `parts[rank]`; the parts stay as they are."""
     board.begin("reduce_scatter", output.nbytes, output.dtype)
-    copy(output.data_ptr(), parts[board.rank].data_ptr(), output.nbytes)
+    if output.data_ptr() != parts[board.rank].data_ptr():
+        copy(output.data_ptr(), parts[board.rank].data_ptr(), output.nbytes)
     pieces = [_chunks(output if rank == board.rank else part, _part_bytes(board)) for rank, part in enumerate(parts)]
     rounds = list(zip(*pieces, strict=True))
     _show_parts(board, [_place(part) for part in rounds[0]])
@@ -166,7 +191,7 @@ def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combin
 def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> None:
     """`outputs[r]` becomes rank r's `own`. Who wants nothing (in a gather, all but the root) gives no outputs."""
     board.begin("all_gather", own.nbytes, own.dtype)
-    if outputs is not None:
+    if outputs is not None and outputs[board.rank].data_ptr() != own.data_ptr():
         copy(outputs[board.rank].data_ptr(), own.data_ptr(), own.nbytes)
     chunks, start = _chunks(own, CELL_BYTES), 0
     _show(board, chunks[0])

@@ -48,12 +48,18 @@ class SharedTensors:
         weakref.finalize(own, _forget, weakref.ref(self), own.data_ptr(), nbytes)
         return own
 
-    def find(self, flat: Tensor) -> list[Tensor] | None:
-        """Everybody's, if `flat` is the whole of a tensor made here."""
+    def find(self, flat: Tensor, beginning: bool = False) -> list[Tensor] | None:
+        """Everybody's, if `flat` is a tensor made here; or the `beginning` of one.
+
+        Only what has the same place on every rank may be looked for by its beginning: the first rank's part of a
+        tensor begins where the tensor does, and the other ranks' parts do not.
+        """
         everyone = self._by_address.get(flat.data_ptr())
-        if everyone is None or everyone[0].numel() != flat.numel() or everyone[0].dtype != flat.dtype:
+        if everyone is None or everyone[0].dtype != flat.dtype:
             return None
-        return everyone
+        if everyone[0].numel() == flat.numel():
+            return everyone
+        return [t[: flat.numel()] for t in everyone] if beginning and everyone[0].numel() > flat.numel() else None
 
     def __bool__(self) -> bool:
         return bool(self._by_address)

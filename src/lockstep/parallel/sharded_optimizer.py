@@ -1,0 +1,255 @@
+"""ZeRO stage 1 by hand: every rank keeps, and updates, only its part of the optimizer's state.
+
+How a step goes:
+
+1. parameters live in flat buckets, cut into n equal parts; each rank owns one part of every bucket
+2. the wrapped optimizer knows this rank's pieces only: 1-D views of the parameters, with the matching slice of `p.grad`.
+   It steps them in place, so Adam's two moments exist once over all ranks
+3. each bucket is all-gathered in place: every rank gets the parts that the others have updated
+
+Averaging gradients is not its job: it steps with what stands in `p.grad`, as any optimizer does. `DataParallel` averages
+them on all ranks (2Ψ bytes, and Ψ for the parameters); `ShardedDataParallel` brings each rank only its own part of the
+mean (Ψ and Ψ), which is the ZeRO of the paper.
+
+Cutting through tensors is right for optimizers that treat each element by itself (SGD, Adam, AdamW, RMSprop, ...). Those
+that look at a whole matrix or at all parameters are refused.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import (
+    Group,
+    Pending,
+    all_gather_into_async,
+    all_gather_objects,
+    group_rank,
+    group_size,
+    new_buffer,
+)
+from lockstep.errors import UserError
+from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, assign_buckets
+from lockstep.parallel.flat import FlatLayout, Piece
+
+MIB = 1024 * 1024
+WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+
+
+class ParameterBucket:
+    """Parameters in one flat buffer, of which this rank owns a part."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: Group) -> None:
+        self.parameters, self.group = parameters, group
+        self.size, self.rank = group_size(group), group_rank(group)
+        self.layout = FlatLayout(parameters, self.size)
+        like = parameters[0]
+        self.flat = new_buffer(self.layout.length, like.dtype, like.device, group)
+        for parameter, view in zip(parameters, self.layout.fill(self.flat, parameters), strict=True):
+            parameter.data = view
+        self.own = self.layout.part(self.flat, self.rank)
+        self.pieces = self.layout.pieces(self.rank)
+        self.shards = [nn.Parameter(self.own[piece.at]) for piece in self.pieces]
+        """What the optimizer steps: this rank's pieces, in the parameters' own memory."""
+
+    def gather(self) -> Pending:
+        """Begin to fetch the parts that other ranks have updated."""
+        return all_gather_into_async(self.flat, self.own, self.group, purpose="parameters")
+
+    def take_gradients(self) -> None:
+        """Give each piece its slice of the whole gradient, where there is one; else it keeps what a wrapper gave it."""
+        for piece, shard in zip(self.pieces, self.shards, strict=True):
+            gradient = self.parameters[piece.index].grad
+            if gradient is not None:
+                shard.grad = gradient.detach().reshape(-1)[piece.inside]
+
+
+@dataclass
+class OwnedPiece:
+    """This rank's piece of one parameter, for whoever saves or loads it."""
+
+    parameter: nn.Parameter
+    piece: Piece
+    shard: nn.Parameter
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is spread over the ranks.
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        process_group: Group = None,
+        bucket_mb: float = 25.0,
+        **kwargs: Any,
+    ) -> None:
+        name = getattr(optimizer_cls, "__name__", "")
+        if name in WHOLE_TENSOR_OPTIMIZERS:
+            raise UserError(
+                f"{name} looks at more than one element at a time, and ShardedOptimizer cuts through tensors; "
+                f"use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, ...)"
+            )
+        self._make, self._options = optimizer_cls, kwargs
+        self.process_group, self._cap = process_group, bucket_mb * MIB
+        self._inner: torch.optim.Optimizer | None = None
+        self._frozen: list[nn.Parameter] = []
+        self.buckets: list[ParameterBucket] = []
+        super().__init__(params, {})
+        self.defaults = self.inner.defaults
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer: it knows this rank's pieces only."""
+        assert self._inner is not None
+        return self._inner
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Shard a further group; its options may differ from the first's."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        trainable = [p for p in group["params"] if p.requires_grad]
+        self._frozen += [p for p in group["params"] if not p.requires_grad]
+        grouped = assign_buckets(trainable, self._cap, FIRST_BUCKET_SHARE * self._cap)
+        buckets = [ParameterBucket(parameters, self.process_group) for parameters in grouped]
+        self.buckets += buckets
+        pieces = [shard for bucket in buckets for shard in bucket.shards]
+        inner_group = {**{k: v for k, v in group.items() if k != "params"}, "params": pieces}
+        if self._inner is None:
+            self._inner = self._make([inner_group], **self._options)
+        else:
+            self._inner.add_param_group(inner_group)
+        for key, value in self._inner.param_groups[-1].items():
+            group.setdefault(key, value)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's pieces, then fetch everybody else's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if any(p.grad is not None for p in self._frozen):
+            raise UserError(
+                "a parameter that was frozen when ShardedOptimizer was made has a gradient now; make the optimizer "
+                "after unfreezing it"
+            )
+        self._copy_options()
+        for bucket in self.buckets:
+            bucket.take_gradients()
+        self.inner.step()
+        for pending in [bucket.gather() for bucket in self.buckets]:
+            pending.wait()
+        return loss
+
+    def _copy_options(self) -> None:
+        """Schedulers write to our groups; the wrapped optimizer reads its own."""
+        for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in ours.items() if key != "params"})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for bucket in self.buckets:
+            for shard in bucket.shards:
+                shard.grad = None
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    def owned(self) -> list[OwnedPiece]:
+        """Every piece of this rank."""
+        return [
+            OwnedPiece(bucket.parameters[piece.index], piece, shard)
+            for bucket in self.buckets
+            for piece, shard in zip(bucket.pieces, bucket.shards, strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part. Every rank saves its own; it loads at the same number of ranks only."""
+        self._copy_options()
+        rank, ranks = group_rank(self.process_group), group_size(self.process_group)
+        return {"rank": rank, "ranks": ranks, "shard": self.inner.state_dict()}
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """All ranks' parts put together, as the unsharded optimizer would give it; it loads at any number of ranks.
+
+        Every rank must call it, and every rank gets the result.
+        """
+        self._copy_options()
+        numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        mine: dict[int, list[tuple[slice, dict[str, Any]]]] = {}
+        for owned in self.owned():
+            if owned.shard in self.inner.state:
+                state = self.inner.state[owned.shard]
+                mine.setdefault(numbers[owned.parameter], []).append((owned.piece.inside, state))
+        whole: dict[int, dict[str, Any]] = {}
+        for number, parameter in enumerate(numbers):  # one at a time: the ranks' parts meet in small portions
+            for part in all_gather_objects(mine.get(number, []), self.process_group):
+                for inside, state in part:
+                    put_together(whole.setdefault(number, {}), state, inside, parameter)
+        groups, start = [], 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            options = {k: v for k, v in group.items() if k != "params"}
+            groups.append({**options, "params": list(range(start, start + count))})
+            start += count
+        return {"state": whole, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A rank's own part (`state_dict`), or the whole (`full_state_dict`, or the unsharded optimizer's)."""
+        if "shard" in state_dict:
+            here = (group_rank(self.process_group), group_size(self.process_group))
+            given = (state_dict["rank"], state_dict["ranks"])
+            if here != given:
+                raise UserError(
+                    f"this is the part of rank {given[0]} of {given[1]}, and it is loaded on rank {here[0]} of "
+                    f"{here[1]}; save full_state_dict() to move between numbers of ranks"
+                )
+            self.inner.load_state_dict(state_dict["shard"])
+        else:
+            self._load_whole(state_dict)
+        for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            ours.update({key: value for key, value in inner.items() if key != "params"})
+
+    def _load_whole(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise UserError(
+                f"the state has groups of {[len(g['params']) for g in groups]} parameters, and this optimizer of "
+                f"{[len(g['params']) for g in self.param_groups]}"
+            )
+        saved = [number for group in groups for number in group["params"]]
+        numbers = dict(zip((p for group in self.param_groups for p in group["params"]), saved, strict=True))
+        for owned in self.owned():
+            state = state_dict["state"].get(numbers[owned.parameter])
+            if state is not None:
+                self.inner.state[owned.shard] = {
+                    key: cut(key, value, owned.piece.inside, owned.parameter) for key, value in state.items()
+                }
+        for inner, given in zip(self.inner.param_groups, groups, strict=True):
+            inner.update({key: value for key, value in given.items() if key != "params"})
+
+
+def put_together(whole: dict[str, Any], state: dict[str, Any], inside: slice, parameter: Tensor) -> None:
+    """Write a piece's state into the whole parameter's. What has not the piece's shape (a step count) is copied."""
+    length = inside.stop - inside.start
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == length:
+            whole.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype, device=value.device))
+            whole[key].view(-1)[inside] = value
+        else:
+            whole[key] = value
+
+
+def cut(key: str, value: Any, inside: slice, parameter: Tensor) -> Any:
+    """A piece's state from the whole parameter's."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
+        return value.reshape(-1)[inside].to(parameter.device, copy=True)
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,80 @@
+"""ZeRO stages 1, 2 and 3 by hand, behind the common face."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import all_reduce
+from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
+from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.strategies.base import MakeOptimizer, Strategy
+
+
+class Sharded(Strategy):
+    """What strategies have in common whose gradients are spread over the ranks."""
+
+    def gradient_norm(self) -> Tensor:
+        """Every rank knows its part: the squares are added up over the ranks."""
+        gradients = self.local_gradients()
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+        squared = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
+        return all_reduce(squared, group=self.data_group, purpose="norm").sqrt()
+
+
+class HandSharded(Sharded):
+    """Stages 1 and 2: a sharded optimizer, and a wrapper that averages gradients to their owners."""
+
+    stage: int
+    module: ShardedDataParallel
+    optimizer: ShardedOptimizer
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = self.place(model)
+        self.optimizer = ShardedOptimizer(
+            self.trainable() or [nn.Parameter(torch.empty(0))],
+            make_optimizer,
+            process_group=self.data_group,
+            bucket_mb=self.parallel.bucket_mb,
+        )
+        self.module = ShardedDataParallel(self.model, self.optimizer, self.stage)
+
+    def zero_gradients(self) -> None:
+        self.module.zero_grad()
+
+    def finish_gradients(self) -> None:
+        self.module.finish_gradient_synchronization()
+
+    def local_gradients(self) -> list[Tensor]:
+        return [owned.shard.grad for owned in self.optimizer.owned() if owned.shard.grad is not None]
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {
+            names[parameter]: gradient
+            for bucket in self.module.buckets
+            for parameter, gradient in zip(bucket.bucket.parameters, bucket.whole_gradients(), strict=True)
+            if gradient is not None
+        }
+
+
+class Zero1(HandSharded):
+    """Gradients are held whole while micro-batches accumulate, so they meet once per step."""
+
+    stage = 1
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.module.no_sync()
+
+
+class Zero2(HandSharded):
+    """Gradients are never whole, so those of each micro-batch are added to the owner's part at once."""
+
+    stage = 2
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self.module.finish_gradient_synchronization()
