@@ -122,19 +122,22 @@ class Ledger:
         entries = self.of(*MODEL_PURPOSES)
         return Traffic(len(entries), sum(e.wire_bytes for e in entries))
 
-    def exposed_seconds(self, *purposes: str) -> float:
+    def exposed_seconds(self, *purposes: str, within: tuple[Mark, Mark] | None = None) -> float:
         """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""
-        return self._union((e.wait_started, e.wait_ended) for e in self.of(*(purposes or STEP_PURPOSES)))
+        return self._union(((e.wait_started, e.wait_ended) for e in self.of(*(purposes or STEP_PURPOSES))), within)
 
-    def _union(self, intervals: Iterator[tuple[Mark | None, Mark | None]]) -> float:
+    def _union(
+        self, intervals: Iterator[tuple[Mark | None, Mark | None]], within: tuple[Mark, Mark] | None = None
+    ) -> float:
         started = self.started
         assert started is not None, "open() begins a step"
+        first, last = (seconds_between(started, m) for m in within) if within else (float("-inf"), float("inf"))
         spans = sorted(
             (seconds_between(started, a), seconds_between(started, b)) for a, b in intervals if a is not None and b
         )
-        total, reached = 0.0, float("-inf")
+        total, reached = 0.0, first
         for start, end in spans:
-            total += max(0.0, end - max(start, reached))
+            total += max(0.0, min(end, last) - max(start, reached))
             reached = max(reached, end)
         return total
 

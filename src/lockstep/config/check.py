@@ -33,6 +33,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "train.evaluate_every": (0, None),
     "train.log_every": (1, None),
     "parallel.bucket_mb": (0, None),
+    "parallel.shard_size": (1, None),
+    "parallel.prefetch": (0, None),
     "parallel.topk_ratio": (1e-9, 1),
     "parallel.powersgd_rank": (1, None),
     "parallel.sync_every": (1, None),

@@ -70,6 +70,7 @@ class GPT:
 
 
 Model = MLP | CNN | ResNet | GPT
+Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 
 # ---- data, training, parallelism ---------------------------------------------------------------------
 
@@ -138,14 +139,23 @@ class Parallel:
     """How one step is spread over the ranks."""
 
     data: str = "bucketed"
-    """The strategy: single, naive, flat, overlap, bucketed, ddp or local_sgd."""
+    """The strategy: single, naive, flat, overlap, bucketed, ddp, zero1, zero2, zero3, fsdp, zero1_torch, deepspeed
+    or local_sgd."""
     bucket_mb: float = 25.0
-    """Bucket size of bucketed and ddp, MiB."""
+    """Bucket size of bucketed, ddp, zero1 and zero2, MiB."""
     compression: Literal["none", "bf16", "fp16", "topk", "powersgd"] = "none"
     """Gradient compression of naive, flat, overlap and bucketed."""
     algorithm: str = "native"
     """All-reduce of naive, flat, overlap and bucketed: native (the backend's own), naive, tree, ring,
     recursive_doubling, halving_doubling, double_tree, hierarchical, or auto (the fastest by the cost model)."""
+    sharding: Sharding = "FULL_SHARD"
+    """Of fsdp; zero3 knows the first two. SHARD_GRAD_OP keeps parameters whole from forward to backward."""
+    shard_size: int | None = None
+    """Ranks that hold one copy together under HYBRID_SHARD. None: those of a machine; on one machine, half of them."""
+    prefetch: int = 1
+    """Units that zero3 gathers ahead."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where sharded optimizer state (and, under zero3, fsdp and deepspeed stage 3, parameters) lies between uses."""
     topk_ratio: float = 0.01
     """Share of the gradient's elements that topk sends."""
     powersgd_rank: int = 4

@@ -36,6 +36,7 @@ from lockstep.parallel.compression import make_reducer
 Sync = Literal["naive", "flat", "overlap", "bucketed"]
 MIB = 1024 * 1024
 
+
 class DataParallel(nn.Module):
     """Wraps a module; call it like the module, and `finish_gradient_synchronization()` between backward and step.
 
@@ -226,10 +227,16 @@ def broadcast_module(module: nn.Module, group: Group = None) -> None:
     if group_size(group) == 1:
         return
     for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.is_contiguous():
-            broadcast(tensor.data, group=group, purpose="parameters")
-        else:
-            tensor.data.copy_(broadcast(tensor.data.contiguous(), group=group, purpose="parameters"))
+        broadcast_tensor(tensor, group)
+
+
+@torch.no_grad()
+def broadcast_tensor(tensor: Tensor, group: Group = None) -> None:
+    """Everybody takes the first rank's, in place, also where it is not contiguous."""
+    if tensor.is_contiguous():
+        broadcast(tensor.data, group=group, purpose="parameters")
+    else:
+        tensor.data.copy_(broadcast(tensor.data.contiguous(), group=group, purpose="parameters"))
 
 
 @torch.no_grad()

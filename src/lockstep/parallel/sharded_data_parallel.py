@@ -10,7 +10,8 @@ Every rank holds the whole model, and `ShardedOptimizer` says which part of each
 That is an all-reduce cut in two, with the optimizer in between: the same bytes as plain data parallelism.
 
     stage 1   every bucket has its own buffer: gradients are held whole, as in plain data parallelism
-    stage 2   two buffers serve all buckets in turn, and each rank keeps its own part only: gradients are never whole
+    stage 2   one buffer serves all buckets in turn, and each rank keeps its own part only: gradients are never whole.
+              While a bucket is on its way, autograd produces the next one's gradients in memory of their own
 """
 
 import weakref
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import (
-    Group,
     Pending,
     all_reduce_async,
     group_size,
@@ -32,9 +32,6 @@ from lockstep.comm.collectives import (
 from lockstep.errors import UserError
 from lockstep.parallel.data_parallel import broadcast_buffers, broadcast_module, check_same_model
 from lockstep.parallel.sharded_optimizer import ParameterBucket, ShardedOptimizer
-
-BUFFERS = 2
-"""Of stage 2: one is on its way while the next is filled."""
 
 
 class GradientBucket:
@@ -134,13 +131,10 @@ class ShardedDataParallel(nn.Module):
     def _make_buckets(self, buckets: list[ParameterBucket]) -> list[GradientBucket]:
         if self.stage == 1:
             return [GradientBucket(b, self._new_buffer([b]), whole=True) for b in buckets]
-        made: list[GradientBucket | None] = [None] * len(buckets)
-        for dtype in {(b.flat.dtype, b.flat.device) for b in buckets}:
-            alike = [i for i, b in enumerate(buckets) if (b.flat.dtype, b.flat.device) == dtype]
-            shared = [self._new_buffer([buckets[i] for i in alike]) for _ in range(min(BUFFERS, len(alike)))]
-            for turn, index in enumerate(alike):
-                made[index] = GradientBucket(buckets[index], shared[turn % BUFFERS], whole=False)
-        return [bucket for bucket in made if bucket is not None]
+        kinds = dict.fromkeys((b.flat.dtype, b.flat.device) for b in buckets)
+        alike = {kind: [b for b in buckets if (b.flat.dtype, b.flat.device) == kind] for kind in kinds}
+        shared = {kind: self._new_buffer(members) for kind, members in alike.items()}
+        return [GradientBucket(b, shared[b.flat.dtype, b.flat.device], whole=False) for b in buckets]
 
     def _new_buffer(self, buckets: list[ParameterBucket]) -> Tensor:
         like = buckets[0].flat
@@ -175,11 +169,10 @@ class ShardedDataParallel(nn.Module):
             self._launch_next()
 
     def _launch_next(self) -> None:
-        bucket = self.buckets[self._launched]
-        for earlier in self.buckets[: self._launched]:
-            if earlier.buffer.data_ptr() == bucket.buffer.data_ptr():
-                earlier.wait()  # its gradients still lie there
-        bucket.launch()
+        if self.stage == 2:
+            for earlier in self.buckets[: self._launched]:
+                earlier.wait()  # its gradients lie in the same buffer
+        self.buckets[self._launched].launch()
         self._launched += 1
 
     # ---- between backward and the optimizer ------------------------------------------------------------------

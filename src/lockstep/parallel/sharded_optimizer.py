@@ -3,16 +3,16 @@
 How a step goes:
 
 1. parameters live in flat buckets, cut into n equal parts; each rank owns one part of every bucket
-2. the wrapped optimizer knows this rank's pieces only: 1-D views of the parameters, with the matching slice of `p.grad`.
-   It steps them in place, so Adam's two moments exist once over all ranks
+2. the wrapped optimizer knows this rank's pieces only: 1-D views of the parameters, with the matching slice of
+   `p.grad`. It steps them in place, so Adam's two moments exist once over all ranks
 3. each bucket is all-gathered in place: every rank gets the parts that the others have updated
 
-Averaging gradients is not its job: it steps with what stands in `p.grad`, as any optimizer does. `DataParallel` averages
-them on all ranks (2Ψ bytes, and Ψ for the parameters); `ShardedDataParallel` brings each rank only its own part of the
-mean (Ψ and Ψ), which is the ZeRO of the paper.
+Averaging gradients is not its job: it steps with what stands in `p.grad`, as any optimizer does. `DataParallel`
+averages them on all ranks (2Ψ bytes, and Ψ for the parameters); `ShardedDataParallel` brings each rank only its own
+part of the mean (Ψ and Ψ), which is the ZeRO of the paper.
 
-Cutting through tensors is right for optimizers that treat each element by itself (SGD, Adam, AdamW, RMSprop, ...). Those
-that look at a whole matrix or at all parameters are refused.
+Cutting through tensors is right for optimizers that treat each element by itself (SGD, Adam, AdamW, RMSprop, ...).
+Those that look at a whole matrix or at all parameters are refused.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,18 +1,20 @@
 """Every way of spreading a step, ours and PyTorch's, behind one face. This table is all of them."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
+from lockstep.config.schema import Sharding
 from lockstep.errors import UserError
 from lockstep.parallel.compression import COMPRESSIONS
 from lockstep.strategies.base import StepOptions, StepResult, Strategy
 from lockstep.strategies.data_parallel import Bucketed, Flat, Naive, Overlap
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.fsdp import FSDP, Zero1Torch
 from lockstep.strategies.local_sgd import LocalSGD
 from lockstep.strategies.single import Single
-from lockstep.strategies.zero import Zero1, Zero2
+from lockstep.strategies.zero import Zero1, Zero2, Zero3
 from lockstep.world import World
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -24,13 +26,20 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "ddp": DDP,
     "zero1": Zero1,
     "zero2": Zero2,
+    "zero3": Zero3,
+    "fsdp": FSDP,
+    "zero1_torch": Zero1Torch,
     "local_sgd": LocalSGD,
 }
 
 BY_HAND = ("naive", "flat", "overlap", "bucketed")
 """Those that take a compression and an all-reduce algorithm."""
 
-VARIANTS = ("bucketed+ring", "bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd", "local_sgd+diloco")
+VARIANTS = (
+    *("bucketed+ring", "bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd", "local_sgd+diloco"),
+    *("zero3+SHARD_GRAD_OP", "fsdp+SHARD_GRAD_OP", "fsdp+HYBRID_SHARD", "fsdp+NO_SHARD"),
+)
+SHARDINGS = {"fsdp": get_args(Sharding), "zero3": ("FULL_SHARD", "SHARD_GRAD_OP")}
 """Options of a strategy that comparisons list as rows of their own."""
 
 
@@ -44,6 +53,8 @@ def strategy_named(
     chosen = replace(parallel or Parallel(), data=base)
     if not option:
         return chosen
+    if option in SHARDINGS.get(base, ()):
+        return replace(chosen, sharding=cast(Any, option))
     if option == "diloco" and base == "local_sgd":
         return replace(chosen, outer_lr=chosen.outer_lr or 0.7)
     if option in COMPRESSIONS and base in BY_HAND:

@@ -21,6 +21,7 @@ from lockstep.comm.ledger import Ledger, Mark, mark, recording, seconds_between
 from lockstep.config import Parallel
 from lockstep.data import Batch, Share
 from lockstep.models.loss import LossSum, correct_count
+from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.data_parallel import broadcast_buffers
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.world import ParallelDims, World
@@ -29,6 +30,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
 """Dtype of the weights for each precision; bf16 and fp16 compute under autocast."""
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -171,6 +174,12 @@ class Strategy(ABC):
             model.compile()
         return model
 
+    def compile_blocks(self) -> None:
+        """For strategies that hook into blocks: compile inside, so that the hooks stay outside."""
+        if self.options.compile:
+            for _, block in blocks_of(self.model):
+                block.forward = torch.compile(block.forward)
+
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step. `batch` is this rank's share of the global batch."""
         self.phases.spans = []
@@ -200,7 +209,7 @@ class Strategy(ABC):
             if micro_batch.filler:
                 self.model.eval()  # a filler leaves running statistics alone
             with self.gradient_sync(last=synchronize and index == final):
-                with self.phases("forward"), self._autocast():
+                with self.phases("forward"), self.compute_precision():
                     outputs = self.module(micro_batch.inputs)
                     loss_sum = self.options.loss(outputs, micro_batch)
                 if not micro_batch.filler:
@@ -230,11 +239,10 @@ class Strategy(ABC):
             return Pending(None)
         return all_reduce_async(tensor, group=self.data_group, purpose=purpose)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.options.precision in ("bf16", "fp16"):
-            dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float16
-            return torch.autocast(self.world.device.type, dtype)
-        return nullcontext()
+    def compute_precision(self) -> AbstractContextManager[Any]:
+        """Around forward: bf16 and fp16 compute under autocast, unless a strategy casts by itself."""
+        dtype = COMPUTE_DTYPES.get(self.options.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.world.device.type, dtype)
 
     def apply_gradients(self) -> tuple[Tensor, bool]:
         """Clip by the global norm and step; on non-finite gradients no rank steps. Returns (norm, stepped)."""
@@ -275,7 +283,7 @@ class Strategy(ABC):
     def evaluate(self, batch: Batch) -> Tensor:
         """[sum of losses, correct, count] of this rank's share of a test batch."""
         batch = batch.to(self.world.device, self.dtype)
-        with self._autocast():
+        with self.compute_precision():
             outputs = self.model(batch.inputs)
             loss_sum = self.options.loss(outputs, batch).double()
         count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=loss_sum.device)

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_reduce
+from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
-from lockstep.strategies.base import MakeOptimizer, Strategy
+from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer, Strategy
 
 
 class Sharded(Strategy):
@@ -78,3 +81,48 @@ class Zero2(HandSharded):
         yield
         if not last:
             self.module.finish_gradient_synchronization()
+
+
+class Zero3(Sharded):
+    """Units are the model's blocks; what lies outside them is a unit of its own, whole from forward to backward."""
+
+    module: FullyShardedDataParallel
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = model.to(self.world.device, self.dtype)
+        self.compile_blocks()
+        blocks = {block for _, block in blocks_of(model)}
+        self.module = FullyShardedDataParallel(
+            self.model,
+            shard=lambda module: module in blocks or module is model,
+            compute_dtype=COMPUTE_DTYPES.get(self.options.precision),
+            process_group=self.data_group,
+            reshard_after_forward=self.parallel.sharding == "FULL_SHARD",
+            prefetch=self.parallel.prefetch,
+            offload=self.parallel.offload == "cpu",
+        )
+        self.optimizer = make_optimizer(self.trainable())
+
+    def compute_precision(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # the wrapper casts
+
+    def zero_gradients(self) -> None:
+        self.module.zero_grad()
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self.module.finish_gradient_synchronization()
+
+    def finish_gradients(self) -> None:
+        self.module.finish_gradient_synchronization()
+
+    def gradient_norm(self) -> Tensor:
+        return self.module.gradient_norm()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.module.full_state_dict()
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return self.module.full_gradients()

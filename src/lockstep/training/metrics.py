@@ -14,9 +14,6 @@ from lockstep.comm.ledger import Ledger
 from lockstep.errors import UserError
 from lockstep.strategies.base import Phases
 
-WAITS_IN = {"forward": ("buffers",), "backward": ("gradients", "parameters", "flags"), "optimizer": ("agreement", "norm")}
-"""In which phase of the step each purpose is waited for."""
-
 
 class MetricsWriter:
     """Appends records to `folder/metrics.jsonl` and TensorBoard event files. A None folder writes nothing."""
@@ -65,8 +62,8 @@ def writing_to(folder: Path) -> Iterator[None]:
 def step_breakdown(phases: Phases, ledger: Ledger, data_seconds: float) -> dict[str, float]:
     """Milliseconds of a step by phase; what the step spent waiting for communication is taken out of its phase."""
     seconds = phases.seconds()
-    waits_in = {phase: ledger.exposed_seconds(*purposes) for phase, purposes in WAITS_IN.items()}
     breakdown = {"data_ms": 1e3 * data_seconds}
     for phase in ("forward", "backward", "optimizer"):
-        breakdown[f"{phase}_ms"] = 1e3 * max(0.0, seconds.get(phase, 0.0) - waits_in[phase])
+        waited = sum(ledger.exposed_seconds(within=(start, end)) for name, start, end in phases.spans if name == phase)
+        breakdown[f"{phase}_ms"] = 1e3 * max(0.0, seconds.get(phase, 0.0) - waited)
     return {**breakdown, "exposed_ms": 1e3 * ledger.exposed_seconds()}

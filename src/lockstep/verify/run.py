@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from rich.progress import Progress
+from torch import nn
 
 from lockstep.comm.ledger import Traffic
 from lockstep.config import Model, Parallel
 from lockstep.errors import UserError
+from lockstep.models import build_model
 from lockstep.strategies import STRATEGIES, Strategy, strategy_named
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
 from lockstep.verify.laws import check_law, equal_form, law_of
@@ -94,7 +97,7 @@ class Proofs:
                 verdict.failures.append(f"law broken: {broken}")
         if equal is None:  # there is no setting in which it equals one process: run it for its traffic only
             _, strategy = compare(self._reference(self.scenarios[0], parallel), strategy_class, parallel, steps=2)
-            _check_traffic(verdict, strategy, parallel, self.world.size)
+            _check_traffic(verdict, strategy, self._plain_model(self.scenarios[0]), parallel, self.world.size)
             return verdict
         for index, scenario in enumerate(self.scenarios):
             comparison, strategy = compare(self._reference(scenario, equal), strategy_class, equal, self.request.steps)
@@ -102,8 +105,12 @@ class Proofs:
             if comparison.first is not None:
                 verdict.failures.append(f"{scenario.name}: {comparison.first}")
             if index == 0:
-                _check_traffic(verdict, strategy, equal, self.world.size)
+                _check_traffic(verdict, strategy, self._plain_model(scenario), equal, self.world.size)
         return verdict
+
+    def _plain_model(self, scenario: Scenario) -> nn.Module:
+        dtype = torch.float64 if self.request.precision == "fp64" else torch.float32
+        return build_model(scenario.model, scenario.spec, seed=0).to(dtype)
 
     def _reference(self, scenario: Scenario, parallel: Parallel) -> Reference:
         """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where
@@ -120,9 +127,10 @@ class Proofs:
         return self._references[key]
 
 
-def _check_traffic(verdict: Verdict, strategy: Strategy, parallel: Parallel, world_size: int) -> None:
+def _check_traffic(verdict: Verdict, strategy: Strategy, model: nn.Module, parallel: Parallel, world_size: int) -> None:
+    """`model`: as it is before a strategy cuts it up."""
     verdict.counted = strategy.ledger.traffic()
-    verdict.expected = expected_traffic(strategy.model, parallel, world_size)
+    verdict.expected = expected_traffic(model, parallel, world_size)
     if verdict.expected is not None and not verdict.expected.matches(verdict.counted):
         verdict.failures.append(
             f"traffic: {verdict.counted.collectives} collectives and {verdict.counted.wire_bytes:,.0f} bytes per step "

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.comm.ledger import Traffic
 from lockstep.config import Parallel
+from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
 from lockstep.parallel.local_sgd import CHUNK_BYTES
 
@@ -59,6 +60,17 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory | N
             buckets = bucket_sizes(sizes, itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
             elements = sum(padded(bucket, itemsize, n) for bucket in buckets)
             return Theory(2 * len(buckets) + 1, gather * 2 * elements * itemsize + reduce * (count + 1) * 4)
+        case "zero3":  # blocks: gathered for forward and backward, and reduced; the rest: gathered once, and reduced
+            blocks, outside = unit_sizes(model)
+            times = 3 if parallel.sharding == "FULL_SHARD" else 2
+            elements = times * sum(padded(block, itemsize, n) for block in blocks)
+            elements += 2 * sum(padded(rest, itemsize, n) for rest in outside)
+            collectives = times * len(blocks) + 2 * len(outside) + 1
+            return Theory(collectives, gather * elements * itemsize + reduce * (count + 1) * 4)
+        case "fsdp":
+            return fsdp_traffic(model, parallel, n, itemsize)
+        case "zero1_torch":  # DDP, and every parameter broadcast by its owner
+            return Theory(None, (reduce + 1) * psi * itemsize)
         case "ddp":
             return Theory(None, reduce * psi * itemsize)
         case "local_sgd":  # a step with a meeting; steps between meetings send nothing
@@ -88,6 +100,26 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory | N
                 rounds += 2 if any(compressed for _, compressed in thin) else 1
             return Theory(rounds, reduce * sent * itemsize)
     return Theory(len(buckets), reduce * (psi + count) * itemsize)
+
+
+def unit_sizes(model: nn.Module) -> tuple[list[list[int]], list[list[int]]]:
+    """Sizes of the parameters of each block, and of what lies outside all blocks."""
+    blocks = [block for _, block in blocks_of(model)]
+    inside = {p for block in blocks for p in block.parameters()}
+    outside = [p.numel() for p in model.parameters() if p not in inside]
+    return [[p.numel() for p in block.parameters()] for block in blocks], [outside] if outside else []
+
+
+def fsdp_traffic(model: nn.Module, parallel: Parallel, n: int, itemsize: int) -> Theory | None:
+    """FSDP2 cuts each parameter along its first dimension, and pads that."""
+    if parallel.sharding in ("HYBRID_SHARD", "NO_SHARD"):
+        return None  # all-reduces between the copies, which FSDP2 does out of sight
+    blocks = [block for _, block in blocks_of(model)]
+    inside = {p for block in blocks for p in block.parameters()}
+    in_blocks = sum(ceil(p.shape[0] / n) * n * p.shape[1:].numel() for p in inside)
+    outside = sum(ceil(p.shape[0] / n) * n * p.shape[1:].numel() for p in model.parameters() if p not in inside)
+    times = 3 if parallel.sharding == "FULL_SHARD" else 2
+    return Theory(None, (n - 1) / n * (times * in_blocks + 2 * outside) * itemsize)
 
 
 def padded(sizes: list[int], itemsize: int, n: int) -> int:

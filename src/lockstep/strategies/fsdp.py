@@ -1,0 +1,158 @@
+"""PyTorch's own sharding, observed: FSDP2's `fully_shard`, and ZeroRedundancyOptimizer."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
+from lockstep.comm.ledger import active_ledger, mark
+from lockstep.errors import UserError
+from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.data_parallel import broadcast_module
+from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.zero import Sharded
+
+
+class FSDP(Sharded):
+    """`fully_shard` on every block and on the model, by the sharding strategy's name that people know:
+
+    FULL_SHARD      parameters, gradients and optimizer state; parameters are freed after forward
+    SHARD_GRAD_OP   the same, but parameters stay whole from forward to backward (ZeRO-2's traffic)
+    HYBRID_SHARD    FULL_SHARD among the ranks of a machine, replicated between machines (a 2-D mesh)
+    NO_SHARD        replicated everywhere, as DDP
+    """
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = self.module = model.to(self.world.device, self.dtype)
+        broadcast_module(model, self.data_group)  # fully_shard takes each rank's own weights
+        self.compile_blocks()
+        if self.world.size > 1 and self.trainable():
+            self._shard(model)
+        self.optimizer = make_optimizer(self.trainable())
+
+    def _shard(self, model: nn.Module) -> None:
+        options: dict[str, Any] = {"mesh": self._mesh()}
+        compute = COMPUTE_DTYPES.get(self.options.precision)
+        if compute is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=compute, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
+        if self.parallel.offload == "cpu":
+            options["offload_policy"] = CPUOffloadPolicy()
+        for _, block in blocks_of(model):
+            fully_shard(block, reshard_after_forward=self.parallel.sharding != "SHARD_GRAD_OP", **options)
+        fully_shard(model, reshard_after_forward=False, **options)  # backward begins with what lies outside the blocks
+        gather: Any = ObservedGather()
+        scatter: Any = ObservedScatter()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(gather)
+                module.set_custom_reduce_scatter(scatter)
+                if self.world.device.type == "cpu":  # gloo's average has summed
+                    module.set_force_sum_reduction_for_comms(True)
+
+    def _mesh(self) -> DeviceMesh:
+        size, device = self.world.size, self.world.device.type
+        if self.parallel.sharding == "NO_SHARD":
+            return init_device_mesh(device, (size, 1), mesh_dim_names=("replicate", "shard"))
+        if self.parallel.sharding == "HYBRID_SHARD":
+            shard = self.parallel.shard_size or ranks_of_a_copy(size)
+            if size % shard:
+                raise UserError(f"parallel.shard_size {shard} does not divide the {size} ranks")
+            return init_device_mesh(device, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+        if self.data_group is not None:
+            return DeviceMesh.from_group(self.data_group, device)
+        return init_device_mesh(device, (size,))
+
+    def gradient_norm(self) -> Tensor:
+        """DTensors know where their parts are: the norm is taken over all ranks."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.trainable() if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def compute_precision(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # the mixed-precision policy casts
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return {name: whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone()
+
+
+def ranks_of_a_copy(world_size: int) -> int:
+    """Hybrid sharding's usual cut: a copy per machine; on one machine, two copies."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return local if local < world_size else max(1, world_size // 2)
+
+
+class ObservedGather:
+    """FSDP2's all-gather, written to the ledger. On the CPU it is synchronous; on a GPU its wait is in a stream."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with observed("all_gather", "parameters", output_tensor, group):
+            work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class ObservedScatter(ObservedGather):
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with observed("reduce_scatter", "gradients", input_tensor, group):
+            work: dist.Work | None = reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+        return work
+
+
+@contextmanager
+def observed(operation: str, purpose: str, tensor: Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    ledger = active_ledger()
+    entry = ledger.add(operation, purpose, group.size(), tensor.nbytes) if ledger is not None else None
+    yield
+    if entry is not None and tensor.device.type == "cpu":
+        entry.wait_started, entry.wait_ended = entry.issued, mark(tensor.device)
+
+
+class Zero1Torch(DDP):
+    """PyTorch's stage 1: DDP averages gradients on every rank, ZeroRedundancyOptimizer shards the state.
+
+    It gives whole parameters to ranks, and each broadcasts what it has updated.
+    """
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        super().prepare(model, make_optimizer)
+        if self.world.size > 1 and self.trainable():
+            make: Any = make_optimizer
+            self.optimizer = ZeroRedundancyOptimizer(self.trainable(), make, process_group=self.data_group)
+
+    def after_optimizer_step(self) -> None:
+        """The optimizer has broadcast every parameter, in a way that cannot be watched: note it afterwards."""
+        for parameter in self.trainable() if self.world.size > 1 else []:
+            self.ledger.add("broadcast", "parameters", self.world.size, parameter.nbytes)
