@@ -156,6 +156,12 @@ class Parallel:
     """Units that zero3 gathers ahead."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where sharded optimizer state (and, under zero3, fsdp and deepspeed stage 3, parameters) lies between uses."""
+    nvme_path: str = "nvme"
+    """Folder on the drive that offload nvme uses."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """Of deepspeed."""
+    deepspeed_config: str | None = None
+    """A DeepSpeed JSON file for deepspeed, instead of zero_stage and offload; `auto` stands for what we say here."""
     topk_ratio: float = 0.01
     """Share of the gradient's elements that topk sends."""
     powersgd_rank: int = 4

@@ -11,6 +11,7 @@ from lockstep.parallel.compression import COMPRESSIONS
 from lockstep.strategies.base import StepOptions, StepResult, Strategy
 from lockstep.strategies.data_parallel import Bucketed, Flat, Naive, Overlap
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.deepspeed import DeepSpeed
 from lockstep.strategies.fsdp import FSDP, Zero1Torch
 from lockstep.strategies.local_sgd import LocalSGD
 from lockstep.strategies.single import Single
@@ -29,6 +30,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "zero3": Zero3,
     "fsdp": FSDP,
     "zero1_torch": Zero1Torch,
+    "deepspeed": DeepSpeed,
     "local_sgd": LocalSGD,
 }
 
@@ -38,6 +40,7 @@ BY_HAND = ("naive", "flat", "overlap", "bucketed")
 VARIANTS = (
     *("bucketed+ring", "bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd", "local_sgd+diloco"),
     *("zero3+SHARD_GRAD_OP", "fsdp+SHARD_GRAD_OP", "fsdp+HYBRID_SHARD", "fsdp+NO_SHARD"),
+    *("deepspeed+zero1", "deepspeed+zero2"),
 )
 SHARDINGS = {"fsdp": get_args(Sharding), "zero3": ("FULL_SHARD", "SHARD_GRAD_OP")}
 """Options of a strategy that comparisons list as rows of their own."""
@@ -55,6 +58,8 @@ def strategy_named(
         return chosen
     if option in SHARDINGS.get(base, ()):
         return replace(chosen, sharding=cast(Any, option))
+    if base == "deepspeed" and option in ("zero1", "zero2", "zero3"):
+        return replace(chosen, zero_stage=cast(Any, int(option[-1])))
     if option == "diloco" and base == "local_sgd":
         return replace(chosen, outer_lr=chosen.outer_lr or 0.7)
     if option in COMPRESSIONS and base in BY_HAND:

@@ -43,6 +43,8 @@ class StepOptions:
     clip_norm: float | None = None
     precision: str = "fp32"
     compile: bool = False
+    batch_size: int | None = None
+    """Of the global batch, where it is known beforehand."""
 
 
 @dataclass
@@ -110,6 +112,10 @@ class Strategy(ABC):
 
     equal_to_one_process = True
     """False for strategies that approximate by design (compression, local SGD)."""
+    verified_in: str | None = None
+    """A precision that the strategy is verified in, if it cannot be any other."""
+    keep_gradients = False
+    """Set by whoever wants `full_gradients` after the step, for engines that drop them."""
 
     model: nn.Module
     module: nn.Module
@@ -190,7 +196,7 @@ class Strategy(ABC):
             with self.phases("backward"):
                 self.finish_gradients()
             with self.phases("optimizer"):
-                norm, applied = self.apply_gradients()
+                norm, applied = self.apply_gradients(totals)
             if applied:
                 with self.phases("backward"):
                     self.after_optimizer_step()
@@ -210,7 +216,7 @@ class Strategy(ABC):
                 self.model.eval()  # a filler leaves running statistics alone
             with self.gradient_sync(last=synchronize and index == final):
                 with self.phases("forward"), self.compute_precision():
-                    outputs = self.module(micro_batch.inputs)
+                    outputs = self.forward(micro_batch.inputs)
                     loss_sum = self.options.loss(outputs, micro_batch)
                 if not micro_batch.filler:
                     correct = correct_count(outputs, micro_batch)
@@ -232,6 +238,13 @@ class Strategy(ABC):
         loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)
         if self.loss_scale is not None:
             loss = loss * self.loss_scale.scale
+        self.backward(loss)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.module(inputs)
+        return outputs
+
+    def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def _sum_over_data_ranks(self, tensor: Tensor, purpose: str) -> Pending:
@@ -244,7 +257,7 @@ class Strategy(ABC):
         dtype = COMPUTE_DTYPES.get(self.options.precision)
         return nullcontext() if dtype is None else torch.autocast(self.world.device.type, dtype)
 
-    def apply_gradients(self) -> tuple[Tensor, bool]:
+    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool]:
         """Clip by the global norm and step; on non-finite gradients no rank steps. Returns (norm, stepped)."""
         if self.loss_scale is not None:
             torch._foreach_mul_(self.local_gradients(), 1.0 / self.loss_scale.scale)
@@ -284,7 +297,7 @@ class Strategy(ABC):
         """[sum of losses, correct, count] of this rank's share of a test batch."""
         batch = batch.to(self.world.device, self.dtype)
         with self.compute_precision():
-            outputs = self.model(batch.inputs)
+            outputs = self.forward(batch.inputs)
             loss_sum = self.options.loss(outputs, batch).double()
         count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=loss_sum.device)
         sums = torch.stack((loss_sum, correct_count(outputs, batch).double(), count))

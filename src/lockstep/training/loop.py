@@ -54,6 +54,7 @@ def step_options(config: Config, dataset: DataSet) -> StepOptions:
         clip_norm=train.clip_norm,
         precision=train.precision,
         compile=train.compile,
+        batch_size=train.batch_size,
     )
 
 

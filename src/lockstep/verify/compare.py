@@ -120,6 +120,7 @@ def compare(
     world, scenario = reference.world, reference.scenario
     options = StepOptions(loss_for(scenario.spec.kind), scenario.accumulation, scenario.clip_norm, reference.precision)
     strategy = strategy_class(world, parallel, options)
+    strategy.keep_gradients = True
     # Each rank starts from other weights: a strategy must begin by making them rank 0's.
     strategy.prepare(build_model(scenario.model, scenario.spec, seed=world.rank), reference.make_optimizer)
     worst, tolerance = Comparison(), TOLERANCE[reference.precision]

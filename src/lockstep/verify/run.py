@@ -95,6 +95,9 @@ class Proofs:
             equal = equal_form(parallel)
             if (broken := check_law(self.world, parallel, self.request.precision)) is not None:
                 verdict.failures.append(f"law broken: {broken}")
+        precision = strategy_class.verified_in or self.request.precision
+        if precision != self.request.precision:
+            verdict.law = f"equality, {precision}"
         if equal is None:  # there is no setting in which it equals one process: run it for its traffic only
             _, strategy = compare(self._reference(self.scenarios[0], parallel), strategy_class, parallel, steps=2)
             _check_traffic(verdict, strategy, self._plain_model(self.scenarios[0]), parallel, self.world.size)
@@ -117,13 +120,13 @@ class Proofs:
         everything is linear in the gradient: SGD, and no clipping, since local norms are not the global one.
         """
         linear = parallel.data == "local_sgd"
-        optimizer = "sgd" if linear or self.request.precision == "fp32" else "adamw"
+        precision = self.table[parallel.data].verified_in or self.request.precision
+        optimizer = "sgd" if linear or precision == "fp32" else "adamw"
         if linear:
             scenario = replace(scenario, clip_norm=None)
-        key = (scenario.name, "linear" if linear else "")
+        key = (scenario.name, "linear" if linear else precision)
         if key not in self._references:
-            request = self.request
-            self._references[key] = Reference(self.world, scenario, request.steps, request.precision, optimizer)
+            self._references[key] = Reference(self.world, scenario, self.request.steps, precision, optimizer)
         return self._references[key]
 
 

@@ -1,0 +1,83 @@
+"""A piece of a tensor in the form in which torch.distributed.checkpoint takes it, and gives it back.
+
+A checkpoint knows nothing of who held what: every tensor in it has its whole shape, and is made of boxes (an offset and
+a size in each dimension). A piece is a range of a tensor's elements in row-major order, which is several boxes:
+
+    elements 5 to 17 of a 4 x 6 tensor        . . . . . 1
+                                              2 2 2 2 2 2
+                                              3 3 3 3 3 .
+                                              . . . . . .
+
+Whoever loads asks for the boxes that it needs, in whatever layout it has by then.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The fewest boxes that cover elements `start` to `stop`, row-major, in order."""
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [((start,), (stop - start,))] if shape else [((), ())]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all within one row
+        return _in_row(shape, start // row, start % row, stop - start // row * row)
+    found = []
+    if start % row:
+        found += _in_row(shape, start // row, start % row, row)
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    if stop % row:
+        found += _in_row(shape, last, 0, stop % row)
+    return found
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[Box]:
+    return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start, stop)]
+
+
+class TensorPiece:
+    """Elements `start`, `start + 1`, ... of a tensor of `shape`: what `data`, 1-D, holds of it."""
+
+    def __init__(self, data: Tensor, shape: tuple[int, ...], start: int) -> None:
+        self.data, self.shape, self.start = data, torch.Size(shape), start
+        self._boxes: dict[torch.Size, Tensor] = {}
+        position = 0
+        for offsets, sizes in boxes(tuple(shape), start, start + data.numel()):
+            count = prod(sizes)
+            self._boxes[torch.Size(offsets)] = data[position : position + count].view(sizes)
+            position += count
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def copied(self) -> "TensorPiece":
+        return TensorPiece(self.data.detach().to("cpu", copy=True), self.shape, self.start)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self._boxes.items()]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.data)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._boxes[index.offset]

@@ -1,0 +1,296 @@
+"""DeepSpeed's ZeRO engine behind the common face: it owns gradients, clipping and the optimizer step."""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from io import StringIO
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.ledger import active_ledger
+from lockstep.config import Parallel
+from lockstep.errors import UserError
+from lockstep.parallel.data_parallel import broadcast_module
+from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer, StepOptions, Strategy, Totals
+from lockstep.world import World
+
+INSTALL = 'pip install -e ".[deepspeed]"'
+
+
+class DeepSpeed(Strategy):
+    """Stages 1 to 3, with offload to the host or to NVMe. DeepSpeed knows fp32, bf16 and fp16, not fp64."""
+
+    verified_in = "fp32"
+
+    def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
+        super().__init__(world, parallel, options)
+        self.deepspeed = import_deepspeed()
+        if options.precision == "fp64":
+            raise UserError("parallel.data deepspeed does not go with train.precision fp64: DeepSpeed does not know it")
+        if options.compile:
+            raise UserError("parallel.data deepspeed does not go with train.compile; leave it out")
+        self.dtype = torch.float32
+        self.loss_scale = None  # fp16's is DeepSpeed's own
+        self.settings = deepspeed_settings(parallel, options, world.size)
+        self._gradients: dict[str, Tensor] = {}
+
+    @property
+    def stage(self) -> int:
+        return int(self.settings["zero_optimization"]["stage"])
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = self.place(model)
+        broadcast_module(self.model, self.data_group)
+        offloaded = "offload_optimizer" in self.settings["zero_optimization"]
+        optimizer = make_optimizer(self.trainable())
+        with redirect_stdout(StringIO()):  # it tells of every kernel that it builds
+            self.engine, self.optimizer, *_ = self.deepspeed.initialize(
+                model=self.model,
+                optimizer=host_adam(optimizer) if offloaded else optimizer,
+                config=self.settings,
+                dist_init_required=False,
+            )
+        self.module = self.engine
+        observe(self.deepspeed.comm.comm)
+
+    # ---- the step --------------------------------------------------------------------------------------------
+
+    def compute_precision(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        dtype = COMPUTE_DTYPES.get(self.options.precision)
+        if dtype is not None and inputs.is_floating_point():
+            inputs = inputs.to(dtype)
+        outputs: Tensor = self.engine(inputs)
+        return outputs.float()
+
+    def zero_gradients(self) -> None:
+        """The engine drops them after each step."""
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self.engine.step()  # counts the micro-batch
+
+    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool]:
+        if not isfinite(totals.read()[0]):
+            raise UserError(
+                "the loss is not finite, and DeepSpeed cannot drop a step that has begun; lower train.lr, set "
+                "train.clip_norm, or find the cause with another strategy"
+            )
+        if self.keep_gradients:
+            get = self.deepspeed.utils.safe_get_full_grad
+            self._gradients = {n: get(p) for n, p in self.model.named_parameters() if p.requires_grad}
+        skipped = self.engine.skipped_steps
+        self.engine.step()
+        norm = torch.as_tensor(float(self.engine.get_global_grad_norm() or 0.0))
+        return norm, self.engine.skipped_steps == skipped
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """As they were before the last step, clipped as the engine clips them."""
+        limit, norm = self.options.clip_norm, float(self.engine.get_global_grad_norm() or 0.0)
+        scale = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+        return {n: g.detach() * scale for n, g in self._gradients.items() if g is not None}
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return {
+            name: self._whole(named[name]) if name in named else tensor.detach().clone()
+            for name, tensor in self.model.state_dict(keep_vars=True).items()
+        }
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        """In fp32, as the optimizer has it."""
+        if parameter.requires_grad:
+            master: Tensor = self.deepspeed.utils.safe_get_full_fp32_param(parameter)
+            return master.detach().clone().view(getattr(parameter, "ds_shape", parameter.shape))
+        if self.stage < 3:
+            return parameter.detach().clone()
+        with self.deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+
+def import_deepspeed() -> Any:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it has found nothing better
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    try:
+        import deepspeed
+        import deepspeed.comm.comm  # for `observe`
+    except ImportError as error:
+        raise UserError(f"parallel.data deepspeed needs DeepSpeed ({error}): {INSTALL}") from None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+def host_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """DeepSpeed's Adam for the host, which it compiles; other optimizers run there as they are."""
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        return optimizer
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    adamw = isinstance(optimizer, torch.optim.AdamW)
+    groups = [{k: g[k] for k in ("params", "lr", "betas", "eps", "weight_decay")} for g in optimizer.param_groups]
+    made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=adamw)
+    return made
+
+
+# ---- DeepSpeed's own settings ------------------------------------------------------------------------------------
+
+
+def zero_settings(stage: int, offload: str, nvme_path: str) -> dict[str, Any]:
+    """The `zero_optimization` section; `configs/deepspeed/` has the same as files."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload != "none":
+        place: dict[str, Any] = {"device": offload}
+        if offload == "nvme":
+            place["nvme_path"] = nvme_path
+        zero["offload_optimizer"] = dict(place)
+        if stage == 3:
+            zero["offload_param"] = dict(place)
+    return zero
+
+
+def deepspeed_settings(parallel: Parallel, options: StepOptions, world_size: int) -> dict[str, Any]:
+    """What the engine is told: the user's file, if any, with everything that our own config decides filled in."""
+    ours = our_fields(options)
+    if parallel.deepspeed_config is None:
+        settings = {"zero_optimization": zero_settings(parallel.zero_stage, parallel.offload, parallel.nvme_path)}
+    else:
+        settings = read_settings(Path(parallel.deepspeed_config))
+        refuse_contradictions(settings, ours, parallel.deepspeed_config)
+    settings = {k: v for k, v in settings.items() if k not in ("optimizer", "scheduler", *BATCH_FIELDS)}
+    zero = settings.setdefault("zero_optimization", {"stage": 0})
+    check_offload(zero)
+    return {
+        **settings,
+        # Micro-batches may differ in size here, and are weighted by us: to DeepSpeed each is one of these many.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": options.accumulation,
+        "gradient_clipping": options.clip_norm or 0.0,
+        "bf16": {"enabled": options.precision == "bf16"},
+        "fp16": {"enabled": options.precision == "fp16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def our_fields(options: StepOptions) -> dict[str, tuple[str, Any]]:
+    """DeepSpeed's field -> (our key, our value)."""
+    fields: dict[str, tuple[str, Any]] = {
+        "gradient_accumulation_steps": ("train.accumulation", options.accumulation),
+        "gradient_clipping": ("train.clip_norm", options.clip_norm or 0.0),
+        "bf16.enabled": ("train.precision", options.precision == "bf16"),
+        "fp16.enabled": ("train.precision", options.precision == "fp16"),
+    }
+    if options.batch_size is not None:
+        fields["train_batch_size"] = ("train.batch_size", options.batch_size)
+    return fields
+
+
+def refuse_contradictions(settings: dict[str, Any], ours: dict[str, tuple[str, Any]], file: str) -> None:
+    for field, (key, value) in ours.items():
+        section, _, name = field.rpartition(".")
+        given = (settings.get(section, {}) if section else settings).get(name, "auto")
+        if given != "auto" and given != value:
+            shown = f"says {value}" if not field.endswith("enabled") else ("asks for it" if value else "does not")
+            raise UserError(
+                f"{file}: {field} is {given}, but {key} {shown}; make them agree, or write auto in the file"
+            )
+    micro = settings.get("train_micro_batch_size_per_gpu", "auto")
+    if micro != "auto" and "train_batch_size" in ours:
+        _, batch = ours["train_batch_size"]
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        expected = batch / ranks / ours["gradient_accumulation_steps"][1]
+        if micro != expected:
+            raise UserError(
+                f"{file}: train_micro_batch_size_per_gpu is {micro}, but train.batch_size {batch} over {ranks} ranks "
+                f"and {ours['gradient_accumulation_steps'][1]} micro-batches gives {expected:g}; make them agree, or "
+                f"write auto in the file"
+            )
+    if settings.get("optimizer") or settings.get("scheduler"):
+        section = "optimizer" if settings.get("optimizer") else "scheduler"
+        raise UserError(
+            f"{file}: has a section {section}, but train.optimizer, train.lr and train.schedule decide that here; "
+            f"take it out of the file"
+        )
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); ready ones are in configs/deepspeed/") from None
+    except ValueError as error:
+        raise UserError(f"{file}: is not valid JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: holds {type(settings).__name__}, but it must hold an object")
+    return settings
+
+
+def check_offload(zero: dict[str, Any]) -> None:
+    places = {zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")}
+    if "nvme" in places:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise UserError(
+                "offload to nvme needs the libaio headers: apt install libaio-dev (dnf install libaio-devel)"
+            )
+    if "offload_param" in zero and zero.get("stage") != 3:
+        raise UserError("DeepSpeed offloads parameters in stage 3 only; set parallel.zero_stage 3")
+
+
+# ---- watching --------------------------------------------------------------------------------------------------
+
+WATCHED = {  # DeepSpeed's method -> (operation, purpose, which argument is the whole array)
+    "all_reduce": ("all_reduce", "gradients", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", "gradients", 1),
+    "all_gather_into_tensor": ("all_gather", "parameters", 0),
+    "broadcast": ("broadcast", "parameters", 0),
+}
+
+
+def observe(comm: Any) -> None:
+    """Have DeepSpeed's communication write itself into the ledger; once per process."""
+    backend = comm.cdb
+    if getattr(backend, "observed_by_lockstep", False):
+        return
+    backend.observed_by_lockstep = True
+    for name, (operation, purpose, position) in WATCHED.items():
+        setattr(backend, name, _noting(getattr(backend, name), operation, purpose, position))
+
+
+def _noting(call: Any, operation: str, purpose: str, position: int) -> Any:
+    names = ("output_tensor", "input_tensor") if operation in ("all_gather", "reduce_scatter") else ("tensor",)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        ledger = active_ledger()
+        if ledger is not None:
+            tensor = args[position] if len(args) > position else kwargs[names[position]]
+            group = kwargs.get("group")
+            size = torch.distributed.get_world_size(group)
+            small = tensor.numel() <= 1  # the norm
+            if size > 1:
+                ledger.add(operation, "norm" if small else purpose, size, tensor.nbytes)
+        return call(*args, **kwargs)
+
+    return noted
