@@ -15,7 +15,7 @@ from lockstep.comm.collectives import all_reduce_async
 from lockstep.comm.wire import Wire
 from lockstep.config import GPT, Config, Data, Train, load_config
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.strategies import STRATEGIES, VARIANTS
+from lockstep.strategies import available_strategies
 from lockstep.training import train
 from lockstep.verify import Request, verify
 from lockstep.world import World
@@ -34,7 +34,7 @@ def on_gpu(function: Any, nproc: int, *args: Any) -> list[Any]:
 @pytest.mark.parametrize(("ranks", "precision"), [(2, "fp64"), (4, "fp64"), (2, "fp32")])
 def test_every_strategy_equals_one_process_on_nccl(ranks: int, precision: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    names = [n for n in (*STRATEGIES, *VARIANTS) if n != "single"]
+    names = [n for n in available_strategies() if n != "single"]
     for verdict in on_gpu(verify, ranks, Request(names, steps=6, precision=precision))[0]:
         assert verdict.passed, f"{verdict.strategy}: {verdict.failures}"
 

@@ -8,7 +8,7 @@ from lockstep.config import GPT, ResNet
 from lockstep.data import Share
 from lockstep.errors import UserError
 from lockstep.parallel import data_parallel
-from lockstep.strategies import STRATEGIES, VARIANTS, Strategy
+from lockstep.strategies import Strategy, available_strategies
 from lockstep.strategies.base import MakeOptimizer
 from lockstep.strategies.data_parallel import Flat
 from lockstep.verify import Request, Verdict, verify
@@ -133,7 +133,7 @@ def test_the_sound_one_beside_them_passes(verdicts: dict[str, Verdict]) -> None:
 
 
 def verify_all(world: World) -> list[Verdict]:
-    return verify(world, Request([n for n in (*STRATEGIES, *VARIANTS) if n != "single"], steps=4))
+    return verify(world, Request([n for n in available_strategies() if n != "single"], steps=4))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -14,7 +14,6 @@ from lockstep.comm.collectives import all_gather_objects, barrier
 from lockstep.comm.ledger import Ledger, Traffic
 from lockstep.config import Config, check_ranges
 from lockstep.data import Batch, DataSet, Sampler, read_share
-from lockstep.models import parameter_count, training_flops
 from lockstep.strategies import Strategy, strategy_named
 from lockstep.training import prepare_strategy
 from lockstep.training.loop import load_data
@@ -146,8 +145,7 @@ def prepare_named(world: World, config: Config, name: str, dataset: DataSet) -> 
 
 def new_timing(name: str, strategy: Strategy, config: Config, peak_mib: float) -> Timing:
     batch = config.train.batch_size
-    flops = batch * training_flops(strategy.model)
-    return Timing(name, parameter_count(strategy.model), batch, flops, peak_mib)
+    return Timing(name, strategy.parameters, batch, batch * strategy.flops_per_sample, peak_mib)
 
 
 def slowest_rank(mine: Timing) -> Timing:

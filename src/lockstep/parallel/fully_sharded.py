@@ -42,6 +42,7 @@ from lockstep.comm.collectives import (
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import ShardBy, chosen_blocks
 from lockstep.parallel.data_parallel import broadcast_buffers, broadcast_tensor, check_same_model
+from lockstep.parallel.flat import Piece
 from lockstep.parallel.shard_unit import Owner, ShardUnit
 
 CPU = torch.device("cpu")
@@ -417,6 +418,14 @@ class FullyShardedDataParallel(nn.Module):
                 if unit.parameters[index].grad is not None:
                     found[names[unit.parameters[index]][0]] = gradients[index]
         return found
+
+    def pieces(self) -> Iterator[tuple[ShardUnit, str, nn.Parameter, torch.Size, Piece]]:
+        """Every parameter that this rank holds anything of: its unit, first name, shape, and which part it holds."""
+        names = self._names()
+        for unit in self.units():
+            for index, piece in unit.pieces.items():
+                parameter = unit.parameters[index]
+                yield unit, names[parameter][0], parameter, unit.shapes[index], piece
 
     def _names(self) -> dict[nn.Parameter, list[str]]:
         """Sharded or whole, a parameter is found under its names."""

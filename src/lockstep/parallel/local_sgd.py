@@ -88,3 +88,10 @@ class LocalSGD:
                 mine.copy_(theirs)
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """The model has been replaced by one that all ranks have in common: go on from there."""
+        self.steps = 0
+        for mine, parameter in zip(self.meeting_point, self.trainable if self.meeting_point else [], strict=True):
+            mine.copy_(parameter)

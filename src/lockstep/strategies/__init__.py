@@ -1,6 +1,7 @@
 """Every way of spreading a step, ours and PyTorch's, behind one face. This table is all of them."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, cast, get_args
 
 from lockstep.comm.by_hand import ALGORITHM_NAMES
@@ -72,9 +73,15 @@ def strategy_named(
     )
 
 
+def available_strategies() -> list[str]:
+    """Every strategy and variant, but for those that need a package that is not installed."""
+    found = find_spec("deepspeed") is not None
+    return [name for name in (*STRATEGIES, *VARIANTS) if found or not name.startswith("deepspeed")]
+
+
 def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
-    """`all` stands for every strategy and variant."""
-    names = [n for word in wanted for n in ([*STRATEGIES, *VARIANTS] if word == "all" else [word])]
+    """`all` stands for every strategy and variant that can run here."""
+    names = [n for word in wanted for n in (available_strategies() if word == "all" else [word])]
     for name in names:
         strategy_named(name)
     return list(dict.fromkeys(names))
@@ -98,6 +105,7 @@ __all__ = [
     "StepOptions",
     "StepResult",
     "Strategy",
+    "available_strategies",
     "make_strategy",
     "strategy_named",
     "strategy_names",

@@ -23,6 +23,16 @@ from lockstep.data import Batch, Share
 from lockstep.models.loss import LossSum, correct_count
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.data_parallel import broadcast_buffers
+from lockstep.strategies.holdings import (
+    Holding,
+    copy_leaf,
+    forget_unsaved,
+    initialize_state,
+    model_leaves,
+    optimizer_leaves,
+    wanted_leaves,
+    whole_holdings,
+)
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.world import ParallelDims, World
 
@@ -45,6 +55,8 @@ class StepOptions:
     compile: bool = False
     batch_size: int | None = None
     """Of the global batch, where it is known beforehand."""
+    save_trained_only: bool = False
+    """Checkpoints leave out what is frozen: the model that adapters were put on is somewhere else already."""
 
 
 @dataclass
@@ -120,6 +132,10 @@ class Strategy(ABC):
     model: nn.Module
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    parameters: int = 0
+    """Of the whole model; noted before it is cut up."""
+    flops_per_sample: int = 0
+    """Of one sample's forward and backward pass."""
 
     def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
         self.world, self.parallel, self.options = world, parallel, options
@@ -244,6 +260,11 @@ class Strategy(ABC):
         outputs: Tensor = self.module(inputs)
         return outputs
 
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Forward without training: past a wrapper that only deals with gradients."""
+        outputs: Tensor = self.model(inputs)
+        return outputs
+
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
@@ -297,7 +318,7 @@ class Strategy(ABC):
         """[sum of losses, correct, count] of this rank's share of a test batch."""
         batch = batch.to(self.world.device, self.dtype)
         with self.compute_precision():
-            outputs = self.forward(batch.inputs)
+            outputs = self.predict(batch.inputs)
             loss_sum = self.options.loss(outputs, batch).double()
         count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=loss_sum.device)
         sums = torch.stack((loss_sum, correct_count(outputs, batch).double(), count))
@@ -341,13 +362,51 @@ class Strategy(ABC):
         named = self.model.named_parameters()
         return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
 
+    def model_holdings(self) -> list[Holding]:
+        """What this rank holds of each parameter."""
+        return whole_holdings(self.model)
+
+    def optimizer_holdings(self) -> list[Holding]:
+        """What this rank's optimizer steps."""
+        return [h for h in self.model_holdings() if h.tensor.requires_grad]
+
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        """The one that has this rank's state, where `optimizer` is a wrapper of it."""
+        return self.optimizer
+
+    def own_state(self) -> dict[str, Any]:
+        """What the next step depends on that belongs to this rank alone, for strategies that have such."""
+        return {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """The opposite of `own_state`."""
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of everything that the next step depends on."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return state if self.loss_scale is None else {**state, "loss_scale": self.loss_scale.state_dict()}
+        """This rank's part of everything that the next step depends on; see `holdings.py` for the names.
+
+        Tensors are the strategy's own, not copies: a distributed checkpoint is loaded into them.
+        """
+        return {
+            **model_leaves(self.model, self.model_holdings(), self.options.save_trained_only),
+            **optimizer_leaves(self.local_optimizer, self.optimizer_holdings()),
+            f"own.{self.world.rank}": self.own_state(),
+        }
+
+    def state_to_load(self, saved: set[str]) -> dict[str, Any]:
+        """What to fill from a checkpoint that holds these names, whatever strategy saved it; then `load_state_dict`."""
+        initialize_state(self.local_optimizer)
+        return wanted_leaves(self.state_dict(), saved)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
+        """Take over `state`: one that `state_to_load` gave and that has been filled, or a copy of `state_dict`."""
+        if any(name.startswith("optimizer.") for name in state):
+            initialize_state(self.local_optimizer)
+        mine = self.state_dict()
+        with torch.no_grad():
+            for name, value in state.items():
+                if not name.startswith("own."):
+                    copy_leaf(mine[name], value)
+        forget_unsaved(self.local_optimizer, self.optimizer_holdings(), set(state))
+        if own := state.get(f"own.{self.world.rank}"):
+            self.load_own_state(own)

@@ -49,12 +49,13 @@ class HandWritten(Strategy):
     def on_skip(self) -> None:
         self.module.forget_step()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "reducers": self.module.reducer_state()}
+    def own_state(self) -> dict[str, Any]:
+        """What compression remembers of this rank's gradients."""
+        return {"reducers": self.module.reducer_state()} if self.parallel.compression != "none" else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.module.load_reducer_state(state["reducers"])
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        if "reducers" in state and len(state["reducers"]) == len(self.module.buckets):
+            self.module.load_reducer_state(state["reducers"])
 
 
 class Naive(HandWritten):

@@ -72,6 +72,9 @@ class DeepSpeed(Strategy):
         outputs: Tensor = self.engine(inputs)
         return outputs.float()
 
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.forward(inputs)
+
     def zero_gradients(self) -> None:
         """The engine drops them after each step."""
 

@@ -152,6 +152,11 @@ class Zero1Torch(DDP):
             make: Any = make_optimizer
             self.optimizer = ZeroRedundancyOptimizer(self.trainable(), make, process_group=self.data_group)
 
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        """Of the parameters that this rank updates."""
+        return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
+
     def after_optimizer_step(self) -> None:
         """The optimizer has broadcast every parameter, in a way that cannot be watched: note it afterwards."""
         for parameter in self.trainable() if self.world.size > 1 else []:

@@ -46,9 +46,33 @@ class LocalSGD(Strategy):
         parts = all_reduce(flat / self.world.size, purpose="check").split([g.numel() for g in mine.values()])
         return {name: part.view_as(mine[name]) for name, part in zip(mine, parts, strict=True)}
 
+    def own_state(self) -> dict[str, Any]:
+        """Between two meetings the ranks' weights, and always their optimizers' states, differ."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "averager": self.averager.state_dict(),
+        }
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        if "averager" in state:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.averager.load_state_dict(state["averager"])
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "averager": self.averager.state_dict()}
+        """The model that another number of ranks could go on with is the mean."""
+        state = super().state_dict()
+        for name, value in state.items():
+            if name.startswith("model.") and value.is_floating_point() and self.dims.data > 1:
+                mean = all_reduce(value.clone(), group=self.data_group, purpose="check")
+                state[name] = mean.div_(self.dims.data)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.averager.load_state_dict(state["averager"])
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        with torch.no_grad():
+            for name in [n for n in state if n.startswith("model.")]:
+                named[name.removeprefix("model.")].copy_(state[name])
+        self.averager.restart()
+        super().load_state_dict({name: value for name, value in state.items() if not name.startswith("model.")})

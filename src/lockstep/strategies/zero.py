@@ -13,6 +13,7 @@ from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer, Strategy
+from lockstep.strategies.holdings import Holding
 
 
 class Sharded(Strategy):
@@ -51,6 +52,18 @@ class HandSharded(Sharded):
 
     def local_gradients(self) -> list[Tensor]:
         return [owned.shard.grad for owned in self.optimizer.owned() if owned.shard.grad is not None]
+
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer.inner
+
+    def optimizer_holdings(self) -> list[Holding]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [
+            Holding(names[owned.parameter], owned.shard, owned.parameter.shape, owned.piece.inside.start)
+            for owned in self.optimizer.owned()
+            if owned.parameter in names
+        ]
 
     def full_gradients(self) -> dict[str, Tensor]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -106,6 +119,9 @@ class Zero3(Sharded):
     def compute_precision(self) -> AbstractContextManager[Any]:
         return nullcontext()  # the wrapper casts
 
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.forward(inputs)
+
     def zero_gradients(self) -> None:
         self.module.zero_grad()
 
@@ -120,6 +136,12 @@ class Zero3(Sharded):
 
     def gradient_norm(self) -> Tensor:
         return self.module.gradient_norm()
+
+    def model_holdings(self) -> list[Holding]:
+        return [
+            Holding(name, parameter, shape, None if unit.replicated else piece.inside.start)
+            for unit, name, parameter, shape, piece in self.module.pieces()
+        ]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self.module.full_state_dict()

@@ -79,7 +79,9 @@ def load_data(world: World, config: Config) -> DataSet:
 def prepare_strategy(world: World, config: Config, dataset: DataSet) -> Strategy:
     """The model of the config, spread by the strategy of the config."""
     strategy = make_strategy(world, config.parallel, step_options(config, dataset))
-    strategy.prepare(build_model(config.model, dataset.spec, config.train.seed), optimizer_factory(config.train))
+    model = build_model(config.model, dataset.spec, config.train.seed)
+    strategy.parameters, strategy.flops_per_sample = parameter_count(model), training_flops(model)
+    strategy.prepare(model, optimizer_factory(config.train))
     return strategy
 
 
@@ -139,7 +141,6 @@ class Run:
         self.status = ""
         self.losses: list[float] = []
         self.is_gpt = isinstance(config.model, GPT)
-        self.flops_per_sample = training_flops(strategy.model)
         self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.is_gpt else (0.0, "")
         self._window_start = time.perf_counter()
         self._window_samples = 0
@@ -174,7 +175,7 @@ class Run:
         chosen = ((config.parallel.algorithm, "native"), (config.parallel.compression, "none"))
         options = "".join(f"+{option}" for option, neutral in chosen if option != neutral)
         self.console.print(
-            f"[bold]{config.model.name}[/] ({parameter_count(self.strategy.model):,} parameters) on "
+            f"[bold]{config.model.name}[/] ({self.strategy.parameters:,} parameters) on "
             f"[bold]{self.dataset.name}[/] ({len(self.dataset.train):,} samples), strategy "
             f"[bold]{config.parallel.data}{options}[/], {world.size} rank{'s' * (world.size > 1)} "
             f"on {world.device.type} ({world.backend}), "
@@ -219,7 +220,7 @@ class Run:
         values |= {"grad_norm": float(result.grad_norm), "samples_per_s": samples_per_second}
         if self.is_gpt:
             values["tokens_per_s"] = samples_per_second * self.dataset.spec.shape[0]
-            values["mfu"] = samples_per_second * self.flops_per_sample / (self.world.size * self.peak)
+            values["mfu"] = samples_per_second * self.strategy.flops_per_sample / (self.world.size * self.peak)
             words.append(f"{values['tokens_per_s']:,.0f} tokens/s  MFU {values['mfu']:.1%}")
         else:
             words.append(f"{samples_per_second:,.0f} samples/s")

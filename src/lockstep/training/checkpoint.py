@@ -1,0 +1,246 @@
+"""Checkpoints: saved under any strategy and number of ranks, loaded under any other; whole or not at all.
+
+A checkpoint is a folder `step-00000120` of torch.distributed.checkpoint's files, one or more per rank, with names and
+shapes that no layout changes (`strategies/holdings.py`), and beside them
+
+    run.json        the step, the loss scale, what the data's position depends on
+    manifest.json   every other file's size and checksum
+
+How it is saved, so that no crash leaves a half one:
+
+1. every rank copies its tensors (the only time that training waits), and goes on
+2. beside training, the ranks write their files into `.step-00000120.part`, and to the disk itself (fsync)
+3. the first rank writes the manifest, renames the folder, then points `latest` to it, and only then removes old ones
+
+Whoever is killed before the rename leaves a `.part`, which the next run removes. A full disk is an error of step 2: the
+`.part` is removed, a warning printed, and training goes on.
+"""
+
+import json
+import random
+import shutil
+import threading
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import UserError
+from lockstep.parallel.checkpointable import TensorPiece
+from lockstep.strategies import Strategy
+from lockstep.training import manifest
+from lockstep.world import World
+
+LATEST = "latest"
+RUN = "run.json"
+PATIENCE = timedelta(hours=1)
+"""Ranks write at the speed of their disks."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder that all ranks see."""
+
+    def __init__(self, world: World, folder: Path, keep_last: int = 3, asynchronous: bool = True) -> None:
+        self.world, self.folder, self.keep_last, self.asynchronous = world, folder, keep_last, asynchronous
+        # A group of its own: writing goes on beside training, and must not come between training's collectives.
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+        self._saving: threading.Thread | None = None
+        self.problem: str | None = None
+        """Why the last save failed, until somebody has been told."""
+        if world.is_main and folder.is_dir():
+            for leftover in folder.glob(".step-*.part"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    # ---- saving ----------------------------------------------------------------------------------------------
+
+    def save(self, strategy: Strategy, run: dict[str, Any], wait: bool = False) -> None:
+        """Save the strategy as it is now, and `run` (which has the `step`). Every rank must call it."""
+        self.wait()
+        state = snapshot({**strategy.state_dict(), f"rng.{self.world.rank}": random_state(self.world.device)})
+        run = {**run, "ranks": self.world.size}
+        if strategy.loss_scale is not None:
+            run["loss_scale"] = strategy.loss_scale.state_dict()
+        if self.asynchronous and not wait:
+            self._saving = threading.Thread(target=self._write, args=(state, run), name="checkpoint")
+            self._saving.start()
+        else:
+            self._write(state, run)
+
+    def wait(self) -> None:
+        """Until the last save is done, well or not."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+
+    def _write(self, state: dict[str, Any], run: dict[str, Any]) -> None:
+        name = f"step-{run['step']:08d}"
+        part = self.folder / f".{name}.part"
+        problem = self._agree(self._attempt(lambda: self._make_folder(part)))
+        files: dict[str, dict[str, Any]] = {}
+        if problem is None:
+            problem = self._agree(self._attempt(lambda: files.update(self._write_files(state, part))))
+        if problem is None:
+            everyone: list[Any] = [None] * self.world.size
+            if self.group is not None:
+                dist.all_gather_object(everyone, files, group=self.group)
+            else:
+                everyone = [files]
+            complete = self._attempt(lambda: self._publish(part, name, run, everyone)) if self.world.is_main else None
+            problem = self._agree(complete)
+        if problem is not None:
+            self.problem = f"checkpoint {name} was not saved: {problem}"
+            if self.world.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+
+    @staticmethod
+    def _attempt(action: Any) -> str | None:
+        """Do it; if it fails, say why, so that all ranks can give up together."""
+        try:
+            action()
+        except Exception as error:  # the disk is full, a right is missing, ...: training goes on without this one
+            cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]  # DCP's own exception has many
+            return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+        return None
+
+    def _agree(self, problem: str | None) -> str | None:
+        """The first rank's problem that has one."""
+        if self.group is None:
+            return problem
+        everyone: list[str | None] = [None] * self.world.size
+        dist.all_gather_object(everyone, problem, group=self.group)
+        return next((f"rank {rank}: {p}" for rank, p in enumerate(everyone) if p is not None), None)
+
+    def _make_folder(self, part: Path) -> None:
+        if self.world.is_main:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+
+    def _write_files(self, state: dict[str, Any], part: Path) -> dict[str, dict[str, Any]]:
+        """Write this rank's part; returns the description of the files that this rank has written."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that there is only one rank
+            writer = FileSystemWriter(part, sync_files=True)
+            dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+        mine = [f for f in part.iterdir() if f.name.startswith(f"__{self.world.rank}_")]
+        return manifest.describe(mine + ([part / ".metadata"] if self.world.is_main else []))
+
+    def _publish(self, part: Path, name: str, run: dict[str, Any], described: list[dict[str, dict[str, Any]]]) -> None:
+        manifest.write_durably(part / RUN, json.dumps(run, indent=1))
+        files = {k: v for rank in described for k, v in rank.items()}
+        manifest.write_manifest(part, {**files, **manifest.describe([part / RUN])})
+        target = self.folder / name
+        if target.exists():  # a run that was resumed has come by here before
+            shutil.rmtree(target)
+        part.rename(target)
+        manifest.sync_folder(self.folder)
+        manifest.write_durably(self.folder / LATEST, name + "\n")
+        for old in self.all()[: -self.keep_last] if self.keep_last else []:
+            if old != target:
+                shutil.rmtree(old, ignore_errors=True)
+
+    # ---- loading ---------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(f for f in self.folder.glob("step-*") if f.is_dir())
+
+    def newest_whole(self) -> tuple[Path | None, list[str]]:
+        """The one to go on from, and what is wrong with those that had to be passed over."""
+        candidates = list(reversed(self.all()))
+        try:
+            pointed = self.folder / (self.folder / LATEST).read_text(encoding="utf-8").strip()
+            candidates = [pointed, *(c for c in candidates if c != pointed)]
+        except OSError:
+            pass  # killed before the first `latest` was written: the folders speak for themselves
+        damage = []
+        for candidate in candidates:
+            try:
+                manifest.check(candidate)
+            except manifest.DamagedError as error:
+                damage.append(str(error))
+            else:
+                return candidate, damage
+        return None, damage
+
+    def find(self) -> tuple[Path | None, list[str]]:
+        """`newest_whole`, looked for by the first rank and told to all."""
+        found = [self.newest_whole() if self.world.is_main else (None, [])]
+        if self.group is not None:
+            dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return found[0]
+
+    def load(self, folder: Path, strategy: Strategy) -> dict[str, Any]:
+        """Fill the strategy; returns what was saved as `run`. `folder` must have been checked."""
+        return load_checkpoint(folder, strategy, self.world, self.group)
+
+
+def load_checkpoint(
+    folder: Path, strategy: Strategy, world: World, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    reader = FileSystemReader(folder)
+    saved = set(reader.read_metadata().state_dict_metadata)
+    state = strategy.state_to_load(saved)
+    if run["ranks"] == world.size:
+        state[f"rng.{world.rank}"] = random_state(world.device)
+    else:
+        state.pop(f"own.{world.rank}", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    rng = state.pop(f"rng.{world.rank}", None)
+    strategy.load_state_dict(state)
+    if strategy.loss_scale is not None and "loss_scale" in run:
+        strategy.loss_scale.load_state_dict(run["loss_scale"])
+    if rng is not None:
+        restore_random_state(rng, world.device)
+    return run
+
+
+def snapshot(state: dict[str, Any]) -> dict[str, Any]:
+    """Copies on the host, that training cannot change any more."""
+    return {name: _copied(value) for name, value in state.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, TensorPiece):
+        return value.copied()
+    if isinstance(value, DTensor):
+        return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(v) for key, v in value.items()}
+    return [_copied(v) for v in value] if isinstance(value, list) else value
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of every generator that training draws from on this rank."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def check_same_course(run: dict[str, Any], expected: dict[str, Any], folder: Path) -> None:
+    """Data go on where they stopped only if they are the same data in the same batches."""
+    for key, value in expected.items():
+        if run.get(key) != value:
+            raise UserError(
+                f"{folder} was saved with {key} {run.get(key)}, and this run has {value}: its data would not go on "
+                f"where they stopped; use the same, or start without --resume"
+            )
