@@ -12,7 +12,7 @@ from lockstep.config import CNN, Config, Train
 from lockstep.data import DataSet, Sampler, read_share
 from lockstep.strategies import strategy_names
 from lockstep.training import evaluate
-from lockstep.training.loop import load_data
+from lockstep.training.prepare import load_data
 from lockstep.verify.compare import TOLERANCE, relative
 from lockstep.world import World
 

@@ -16,7 +16,7 @@ from lockstep.config import Config, check_ranges
 from lockstep.data import Batch, DataSet, Sampler, read_share
 from lockstep.strategies import Strategy, strategy_named
 from lockstep.training import prepare_strategy
-from lockstep.training.loop import load_data
+from lockstep.training.prepare import load_data
 from lockstep.world import World, check_backend
 
 Progress = Callable[[], None]

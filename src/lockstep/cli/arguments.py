@@ -7,7 +7,18 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from lockstep.config import CNN, Config, Data, Model, Parallel, Train, check_ranges, load_config
+from lockstep.config import (
+    CNN,
+    Checkpoint,
+    Config,
+    Data,
+    Lora,
+    Model,
+    Parallel,
+    Train,
+    check_ranges,
+    load_config,
+)
 from lockstep.config.load import nearest, valid_keys
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
@@ -47,9 +58,11 @@ class RunArguments:
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
+    lora: Lora = field(default_factory=Lora)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     def config(self) -> Config:
-        config = Config(self.model, self.data, self.train, self.parallel)
+        config = Config(self.model, self.data, self.train, self.parallel, self.lora, self.checkpoint)
         check_ranges(config)
         return config
 

@@ -5,8 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.cli.arguments import RunArguments, config_from, parse, sections
+from lockstep.config import Config
+from lockstep.errors import UserError
 from lockstep.launch import run_on_ranks
 from lockstep.training import TrainResult, train
+from lockstep.training.checkpoint import CHECKPOINTS, LATEST
+from lockstep.training.manifest import MANIFEST
 
 
 @dataclass
@@ -22,6 +26,8 @@ class TrainArguments(RunArguments):
 
     lockstep train configs/digits_cnn.yaml --nproc 2
 
+    lockstep train configs/digits_cnn.yaml --nproc 2 --checkpoint.every 100 --resume auto
+
     lockstep train --model.name gpt --data.name text --train.optimizer adamw --train.lr 1e-3 --train.steps 200
 
     torchrun --nproc_per_node=4 -m lockstep train configs/digits_cnn.yaml --parallel.data ddp
@@ -29,15 +35,47 @@ class TrainArguments(RunArguments):
 
     run_dir: str | None = None
     """Folder of this run. None: runs/TIME-MODEL-DATA-STRATEGY."""
+    resume: str | None = None
+    """Go on from a run's folder or one of its checkpoints; `auto`: from --run-dir, or from the newest run of this
+    model and data that has a checkpoint, and from the start if there is none."""
 
 
 def main(argv: list[str]) -> int:
     config, rest = config_from(argv)
     arguments = parse(TrainArguments, rest, "train", default=TrainArguments(**sections(config)))
     config = arguments.config()
-    name = f"{config.model.name}-{config.data.name}-{config.parallel.data}"
-    folder = Path(arguments.run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-    result: TrainResult = run_on_ranks(train, config, folder, launch=arguments.launch)[0]
+    folder, source = run_folders(config, arguments.run_dir, arguments.resume)
+    started = time.time()
+    try:
+        result: TrainResult = run_on_ranks(train, config, folder, False, source, launch=arguments.launch)[0]
+    except KeyboardInterrupt as interrupt:
+        if not str(interrupt).startswith("SIGTERM") or not saved_since(folder, started):
+            raise
+        print(f"SIGTERM: stopped and saved; go on with --resume {folder}")
+        return 0
     if result.is_main:
-        print(f"{result.steps} steps in {result.seconds:.1f} s; metrics and config in {folder}/")
+        stopped = f" (stopped by SIGTERM; go on with --resume {folder})" if result.stopped else ""
+        print(f"{result.steps} steps in {result.seconds:.1f} s{stopped}; metrics and config in {folder}/")
     return 0
+
+
+def run_folders(config: Config, run_dir: str | None, resume: str | None) -> tuple[Path, Path | None]:
+    """(the run's folder, what to resume from)."""
+    task = f"{config.model.name}-{config.data.name}"
+    new = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{config.parallel.data}"
+    if resume is None:
+        return Path(run_dir) if run_dir else new, None
+    if resume == "auto":
+        candidates = [Path(run_dir)] if run_dir else sorted(Path("runs").glob(f"*-{task}-*"), reverse=True)
+        source = next((c for c in candidates if any((c / CHECKPOINTS).glob("step-*"))), None)
+        return (Path(run_dir) if run_dir else source or new), source
+    source = Path(resume)
+    if not source.is_dir():
+        raise UserError(f"--resume {resume}: there is no such folder; give a run's folder, a checkpoint, or auto")
+    home = source.parent.parent if (source / MANIFEST).exists() else source
+    return Path(run_dir) if run_dir else home, source
+
+
+def saved_since(folder: Path, moment: float) -> bool:
+    latest = folder / CHECKPOINTS / LATEST
+    return latest.exists() and latest.stat().st_mtime >= moment - 1

@@ -89,7 +89,7 @@ STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
 class Traffic:
     """What one rank sent for the model in one step.
 
-    Left out are the step's own few bytes: the count (8), the loss (16), in local SGD the agreement to step (4), and
+    Left out are the step's own few bytes: the counts (16), the loss (16), in local SGD the agreement to step (4), and
     the norm of sharded gradients (4 or 8).
     """
 

@@ -2,14 +2,16 @@
 
 from lockstep.config.check import check_ranges
 from lockstep.config.load import load_config, save_config
-from lockstep.config.schema import CNN, GPT, MLP, Config, Data, Model, Parallel, ResNet, Train
+from lockstep.config.schema import CNN, GPT, MLP, Checkpoint, Config, Data, Lora, Model, Parallel, ResNet, Train
 
 __all__ = [
     "CNN",
     "GPT",
     "MLP",
+    "Checkpoint",
     "Config",
     "Data",
+    "Lora",
     "Model",
     "Parallel",
     "ResNet",

@@ -16,7 +16,7 @@ import yaml
 from lockstep.config.schema import Config, Model
 from lockstep.errors import UserError
 
-COMMAND_FLAGS = ("nproc", "device", "backend", "share-gpu", "timeout", "run-dir", "strategies", "world-size")
+COMMAND_FLAGS = ("nproc", "device", "backend", "share-gpu", "timeout", "run-dir", "resume", "strategies", "world-size")
 """Flags that are not part of a run's config, and are looked for in it all the same."""
 
 MODELS: dict[str, type] = {cls().name: cls for cls in get_args(Model)}

@@ -126,6 +126,9 @@ class Train:
     """bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    recompute: Literal["none", "full", "every", "attention"] = "none"
+    """Activation checkpointing: every block, each `recompute_every`-th block, or attention only."""
+    recompute_every: int = 2
     seed: int = 0
     """The same seed gives the same run: bit by bit on the CPU, up to the order of atomic additions on a GPU."""
     evaluate_every: int = 1
@@ -174,6 +177,34 @@ class Parallel:
 
 
 @dataclass
+class Lora:
+    """Train low-rank adapters instead of the model's own weights."""
+
+    rank: int = 0
+    """Of the adapters; 0: no adapters, the whole model is trained."""
+    alpha: float = 16.0
+    """The adapters' output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("qkv", "output")
+    """Last parts of the names of the linear layers that get one."""
+    frozen_dtype: Literal["same", "bf16"] = "same"
+    """Dtype in which the weights under an adapter are kept."""
+    base: str | None = None
+    """Weights to adapt: a safetensors file. None: the seed's, for trying things out."""
+
+
+@dataclass
+class Checkpoint:
+    """What survives the run, in the folder checkpoints/ of the run."""
+
+    every: int = 0
+    """Steps between two checkpoints, and one at the end; 0: none. On SIGTERM one is always saved."""
+    keep_last: int = 3
+    """How many to keep; 0: all."""
+    asynchronous: bool = True
+    """Write beside training: a step waits for the copy in memory only."""
+
+
+@dataclass
 class Config:
     """One run: what `lockstep train` reads from a file and from its flags."""
 
@@ -181,3 +212,5 @@ class Config:
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
+    lora: Lora = field(default_factory=Lora)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)

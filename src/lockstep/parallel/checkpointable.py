@@ -12,6 +12,7 @@ Whoever loads asks for the boxes that it needs, in whatever layout it has by the
 """
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,29 +47,43 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[B
     return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start, stop)]
 
 
-class TensorPiece:
-    """Elements `start`, `start + 1`, ... of a tensor of `shape`: what `data`, 1-D, holds of it."""
+class TensorPiece(torch.Tensor):
+    """Elements `start`, `start + 1`, ... of a tensor of `shape`: what `elements`, 1-D, holds of it.
 
-    def __init__(self, data: Tensor, shape: tuple[int, ...], start: int) -> None:
-        self.data, self.shape, self.start = data, torch.Size(shape), start
+    A tensor to whoever plans a checkpoint, and a description to everybody else: one cannot compute with it.
+    """
+
+    elements: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, elements: Tensor, shape: tuple[int, ...], start: int) -> "TensorPiece":
+        piece: TensorPiece = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=elements.dtype, device=elements.device
+        )
+        return piece
+
+    def __init__(self, elements: Tensor, shape: tuple[int, ...], start: int) -> None:
+        self.elements, self.start = elements, start
         self._boxes: dict[torch.Size, Tensor] = {}
         position = 0
-        for offsets, sizes in boxes(tuple(shape), start, start + data.numel()):
+        for offsets, sizes in boxes(tuple(shape), start, start + elements.numel()):
             count = prod(sizes)
-            self._boxes[torch.Size(offsets)] = data[position : position + count].view(sizes)
+            self._boxes[torch.Size(offsets)] = elements[position : position + count].view(sizes)
             position += count
 
-    def size(self) -> torch.Size:
-        return self.shape
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(f"a piece of a tensor is for checkpoints; {func} would need its elements")
 
     def copied(self) -> "TensorPiece":
-        return TensorPiece(self.data.detach().to("cpu", copy=True), self.shape, self.start)
+        return TensorPiece(self.elements.detach().to("cpu", copy=True), self.shape, self.start)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self._boxes.items()]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.data)
+        properties = TensorProperties.create_from_tensor(self.elements)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),

@@ -55,6 +55,8 @@ class StepOptions:
     compile: bool = False
     batch_size: int | None = None
     """Of the global batch, where it is known beforehand."""
+    example: Tensor | None = None
+    """A batch of one sample's inputs, for an engine that must have computed before it can load."""
     save_trained_only: bool = False
     """Checkpoints leave out what is frozen: the model that adapters were put on is somewhere else already."""
 
@@ -65,13 +67,14 @@ class Totals:
 
     sums: Tensor
     """[sum of losses, correct predictions]"""
-    count: Tensor
+    counts: Tensor
+    """[targets, ranks that were asked to stop]; complete before the first backward."""
     pending: Pending
 
     def read(self) -> tuple[float, float, float]:
         self.pending.wait()
         loss, correct = self.sums.tolist()
-        return loss, correct, float(self.count)
+        return loss, correct, float(self.counts[0])
 
 
 @dataclass
@@ -93,6 +96,11 @@ class StepResult:
     def accuracy(self) -> float:
         _, correct, count = self.totals.read()
         return correct / max(count, 1.0)
+
+    @property
+    def stop(self) -> bool:
+        """Some rank was asked to stop before this step began; all ranks know it at the same step."""
+        return bool(self.totals.counts[1] > 0)
 
 
 @dataclass
@@ -145,6 +153,8 @@ class Strategy(ABC):
         self.ledger = Ledger(world.device)
         self.phases = Phases(world.device)
         self.dtype = DTYPES[options.precision]
+        self.stop_requested = False
+        """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
         self.loss_scale = LossScale() if options.precision == "fp16" else None
 
     # ---- what a strategy defines -------------------------------------------------------------------------
@@ -223,9 +233,10 @@ class Strategy(ABC):
     def accumulate_gradients(self, batch: Batch, synchronize: bool = True) -> Totals:
         """Forward and backward of all micro-batches, each weighted by its share of the global batch's targets."""
         self.zero_gradients()
-        count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=self.world.device)
-        counting = self._sum_over_data_ranks(count, "count")
-        totals = Totals(torch.zeros(2, dtype=torch.float64, device=self.world.device), count, Pending(None))
+        mine = [float(batch.target_count()), float(self.stop_requested)]
+        counts = torch.tensor(mine, dtype=torch.float64, device=self.world.device)
+        counting = self._sum_over_data_ranks(counts, "count")
+        totals = Totals(torch.zeros(2, dtype=torch.float64, device=self.world.device), counts, Pending(None))
         final = self.options.accumulation - 1
         for index, micro_batch in enumerate(batch.micro_batches(self.options.accumulation)):
             if micro_batch.filler:
@@ -242,7 +253,7 @@ class Strategy(ABC):
                 if index == final:
                     totals.pending = self._sum_over_data_ranks(totals.sums, "loss")  # travels during backward
                 with self.phases("backward"):
-                    self._backward(loss_sum, micro_batch, count)
+                    self._backward(loss_sum, micro_batch, counts[0])
             if micro_batch.filler:
                 self.model.train()
         return totals

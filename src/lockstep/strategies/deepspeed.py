@@ -19,6 +19,7 @@ from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.parallel.data_parallel import broadcast_module
 from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer, StepOptions, Strategy, Totals
+from lockstep.strategies.holdings import wanted_leaves
 from lockstep.world import World
 
 INSTALL = 'pip install -e ".[deepspeed]"'
@@ -115,6 +116,83 @@ class DeepSpeed(Strategy):
             name: self._whole(named[name]) if name in named else tensor.detach().clone()
             for name, tensor in self.model.state_dict(keep_vars=True).items()
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed gives whole tensors only: all ranks gather them one by one, and the first keeps them."""
+        return {**self._leaves(keep=self.world.is_main), f"own.{self.world.rank}": {}}
+
+    def state_to_load(self, saved: set[str]) -> dict[str, Any]:
+        if not self._inner_state()[1]:
+            self._take_empty_step()
+        return wanted_leaves(self._leaves(keep=True), saved)
+
+    def _take_empty_step(self) -> None:
+        """The engine makes the optimizer's state in its first step: take one with a rate of 0, which moves nothing."""
+        example = self.options.example
+        if example is None:
+            raise UserError("DeepSpeed loads a checkpoint only where StepOptions.example has one sample's inputs")
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.set_learning_rate(0.0)
+        for _ in range(self.options.accumulation):
+            self.backward(0 * self.forward(example.to(self.world.device)).sum())
+            self.engine.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _leaves(self, keep: bool) -> dict[str, Tensor]:
+        get_state = self.deepspeed.utils.safe_get_full_optimizer_state
+        step, keys = self._inner_state()
+        leaves: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            trained = parameter.requires_grad
+            if self.options.save_trained_only and not trained:
+                continue
+            found = {f"model.{name}": self._whole(parameter)}
+            if trained:
+                found |= {f"optimizer.{name}.{key}": get_state(parameter, key) for key in keys}
+                if step is not None:
+                    found[f"optimizer.{name}.step"] = step.clone()
+            if keep:
+                leaves |= {n: t.detach().to("cpu", copy=True) for n, t in found.items() if t is not None}
+        if keep:
+            leaves |= {f"model.{name}": buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        return leaves
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        wrapper: Any = self.optimizer
+        inner: torch.optim.Optimizer = wrapper.optimizer
+        return inner
+
+    def _inner_state(self) -> tuple[Tensor | None, list[str]]:
+        """The step count, and which tensors the optimizer has for each parameter."""
+        states = list(self._inner.state.values())
+        first = states[0] if states else {}
+        step = torch.as_tensor(float(first["step"])) if "step" in first else None
+        return step, [key for key, value in first.items() if isinstance(value, Tensor) and value.dim() > 0]
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        utils = self.deepspeed.utils
+        buffers = dict(self.model.named_buffers())
+        named = dict(self.model.named_parameters())
+        for name, value in state.items():
+            kind, _, rest = name.partition(".")
+            if kind == "model" and rest in buffers:
+                buffers[rest].copy_(value)
+            elif kind == "model":
+                if named[rest].requires_grad:
+                    utils.safe_set_full_fp32_param(named[rest], value)
+                if self.stage < 3:  # a rank's own part of the masters is set; the model's copy is whole
+                    named[rest].data.copy_(value)
+            elif kind == "optimizer":
+                parameter, _, key = rest.rpartition(".")
+                if key == "step":
+                    for inner in self._inner.state.values():
+                        counts = isinstance(inner["step"], Tensor)
+                        inner["step"] = torch.full_like(inner["step"], float(value)) if counts else int(value)
+                else:
+                    utils.safe_set_full_optimizer_state(named[parameter], value, key)
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         """In fp32, as the optimizer has it."""

@@ -82,6 +82,14 @@ class FSDP(Sharded):
     def compute_precision(self) -> AbstractContextManager[Any]:
         return nullcontext()  # the mixed-precision policy casts
 
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Without a backward nobody frees what forward has gathered, and state is read from sharded parameters."""
+        outputs = super().predict(inputs)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return outputs
+
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
 

@@ -110,6 +110,6 @@ def copy_leaf(mine: Leaf, theirs: Leaf) -> None:
 def local(leaf: Leaf) -> Tensor:
     """What this rank holds of it, as a plain tensor."""
     if isinstance(leaf, TensorPiece):
-        return leaf.data
+        return leaf.elements
     tensor: Tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
     return tensor

@@ -30,7 +30,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
@@ -39,6 +40,8 @@ from lockstep.strategies import Strategy
 from lockstep.training import manifest
 from lockstep.world import World
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in the run's folder."""
 LATEST = "latest"
 RUN = "run.json"
 PATIENCE = timedelta(hours=1)
@@ -105,10 +108,13 @@ class Checkpoints:
         """Do it; if it fails, say why, so that all ranks can give up together."""
         try:
             action()
+        except CheckpointException as error:  # each rank's failure, with its traceback
+            cause = next(iter(error.failures.values()))[0]
         except Exception as error:  # the disk is full, a right is missing, ...: training goes on without this one
-            cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]  # DCP's own exception has many
-            return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
-        return None
+            cause = error
+        else:
+            return None
+        return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
 
     def _agree(self, problem: str | None) -> str | None:
         """The first rank's problem that has one."""
@@ -128,7 +134,13 @@ class Checkpoints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns that there is only one rank
             writer = FileSystemWriter(part, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+            dcp.save(
+                state,
+                storage_writer=writer,
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
         mine = [f for f in part.iterdir() if f.name.startswith(f"__{self.world.rank}_")]
         return manifest.describe(mine + ([part / ".metadata"] if self.world.is_main else []))
 
@@ -152,14 +164,13 @@ class Checkpoints:
         """Oldest first."""
         return sorted(f for f in self.folder.glob("step-*") if f.is_dir())
 
-    def newest_whole(self) -> tuple[Path | None, list[str]]:
+    def newest_whole(self, candidates: list[Path] | None = None) -> tuple[Path | None, list[str]]:
         """The one to go on from, and what is wrong with those that had to be passed over."""
-        candidates = list(reversed(self.all()))
-        try:
-            pointed = self.folder / (self.folder / LATEST).read_text(encoding="utf-8").strip()
-            candidates = [pointed, *(c for c in candidates if c != pointed)]
-        except OSError:
-            pass  # killed before the first `latest` was written: the folders speak for themselves
+        if candidates is None:
+            candidates = list(reversed(self.all()))
+            if (self.folder / LATEST).exists():  # else killed before the first one was pointed to
+                pointed = self.folder / (self.folder / LATEST).read_text(encoding="utf-8").strip()
+                candidates = [pointed, *(c for c in candidates if c != pointed)]
         damage = []
         for candidate in candidates:
             try:
@@ -170,9 +181,11 @@ class Checkpoints:
                 return candidate, damage
         return None, damage
 
-    def find(self) -> tuple[Path | None, list[str]]:
-        """`newest_whole`, looked for by the first rank and told to all."""
-        found = [self.newest_whole() if self.world.is_main else (None, [])]
+    def find(self, one: Path | None = None) -> tuple[Path | None, list[str]]:
+        """The newest whole one, or the one that was named if it is whole; looked for by the first rank, told to all."""
+        found: list[tuple[Path | None, list[str]]] = [(None, [])]
+        if self.world.is_main:
+            found = [self.newest_whole([one] if one is not None else None)]
         if self.group is not None:
             dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
@@ -195,7 +208,7 @@ def load_checkpoint(
         state.pop(f"own.{world.rank}", None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)  # names are flat already
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     rng = state.pop(f"rng.{world.rank}", None)
     strategy.load_state_dict(state)

@@ -1,14 +1,15 @@
 """The training loop behind `lockstep train`: the same lines for every strategy and any number of ranks."""
 
+import signal
+import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,14 +17,15 @@ from rich.text import Text
 
 from lockstep.comm.collectives import all_reduce
 from lockstep.config import GPT, Config, check_ranges, save_config
-from lockstep.data import Batch, DataSet, Sampler, Split, build_data, read_share
+from lockstep.data import Batch, DataSet, Sampler, Split, read_share
 from lockstep.errors import UserError
-from lockstep.models import build_model, parameter_count, training_flops
-from lockstep.models.loss import loss_for
-from lockstep.strategies import StepOptions, StepResult, Strategy, make_strategy
+from lockstep.strategies import StepResult, Strategy
+from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, check_same_course
+from lockstep.training.manifest import MANIFEST
 from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
-from lockstep.training.optimizer import learning_rate, optimizer_factory
+from lockstep.training.optimizer import learning_rate
 from lockstep.training.peak import peak_flops
+from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.world import World
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -44,49 +46,17 @@ class TrainResult:
     """Of each logged step."""
     is_main: bool = True
     """Whether this is rank 0's result."""
+    stopped: bool = False
+    """By SIGTERM, before the last step; there is a checkpoint."""
 
 
-def step_options(config: Config, dataset: DataSet) -> StepOptions:
-    train = config.train
-    return StepOptions(
-        loss=loss_for(dataset.spec.kind),
-        accumulation=train.accumulation,
-        clip_norm=train.clip_norm,
-        precision=train.precision,
-        compile=train.compile,
-        batch_size=train.batch_size,
-    )
+def train(
+    world: World, config: Config, folder: Path | None = None, quiet: bool = False, resume: Path | None = None
+) -> TrainResult:
+    """Train as the config says; rank 0 shows progress and writes metrics and the resolved config to `folder`.
 
-
-def load_data(world: World, config: Config) -> DataSet:
-    """Build the data set in three turns, so that one download serves all: rank 0, the first rank of every other
-    machine (its disk may be another), the rest. A download may take longer than a collective's time-out.
+    `resume`: a run's folder, or one checkpoint, to go on from.
     """
-    if world.size == 1:
-        return build_data(config, world.device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
-    turn = 0 if world.is_main else 1 if world.local_rank == 0 else 2
-    dataset = None
-    for current in range(3):
-        if current == turn:
-            dataset = build_data(config, world.device)
-        dist.barrier(group=patient)
-    dist.destroy_process_group(patient)
-    assert dataset is not None
-    return dataset
-
-
-def prepare_strategy(world: World, config: Config, dataset: DataSet) -> Strategy:
-    """The model of the config, spread by the strategy of the config."""
-    strategy = make_strategy(world, config.parallel, step_options(config, dataset))
-    model = build_model(config.model, dataset.spec, config.train.seed)
-    strategy.parameters, strategy.flops_per_sample = parameter_count(model), training_flops(model)
-    strategy.prepare(model, optimizer_factory(config.train))
-    return strategy
-
-
-def train(world: World, config: Config, folder: Path | None = None, quiet: bool = False) -> TrainResult:
-    """Train as the config says; rank 0 shows progress and writes metrics and the resolved config to `folder`."""
     check_ranges(config)
     torch.manual_seed(config.train.seed + world.rank)
     dataset = load_data(world, config)
@@ -95,8 +65,33 @@ def train(world: World, config: Config, folder: Path | None = None, quiet: bool 
         with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
             save_config(config, folder / "config.yaml")
+    saving = config.checkpoint
+    checkpoints = None
+    if folder is not None:
+        checkpoints = Checkpoints(world, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
     with MetricsWriter(folder if world.is_main else None) as metrics:
-        return Run(world, config, dataset, strategy, metrics, quiet or not world.is_main).train()
+        run = Run(world, config, dataset, strategy, metrics, checkpoints, quiet or not world.is_main)
+        if resume is not None:
+            run.resume(resume)
+        with stopping_at_sigterm(strategy):
+            return run.train()
+
+
+@contextmanager
+def stopping_at_sigterm(strategy: Strategy) -> Iterator[None]:
+    """A machine that is wanted back sends SIGTERM: the step is finished, all ranks agree to stop, and save."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come to the main thread only
+        return
+
+    def remember(*_: Any) -> None:
+        strategy.stop_requested = True
+
+    before = signal.signal(signal.SIGTERM, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StatusBar:
@@ -127,10 +122,17 @@ class Run:
     """One training run, from the first step to the last evaluation."""
 
     def __init__(
-        self, world: World, config: Config, dataset: DataSet, strategy: Strategy, metrics: MetricsWriter, quiet: bool
+        self,
+        world: World,
+        config: Config,
+        dataset: DataSet,
+        strategy: Strategy,
+        metrics: MetricsWriter,
+        checkpoints: Checkpoints | None,
+        quiet: bool,
     ) -> None:
         self.world, self.config, self.dataset, self.strategy, self.metrics = world, config, dataset, strategy, metrics
-        self.quiet = quiet
+        self.checkpoints, self.quiet, self.stopped = checkpoints, quiet, False
         found = Console(quiet=quiet)
         self.console = found if found.is_terminal else Console(quiet=quiet, width=160)
         self.sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
@@ -148,16 +150,21 @@ class Run:
     def train(self) -> TrainResult:
         self._announce()
         start = time.perf_counter()
-        epoch = 0
+        epoch = self.steps_done // self.sampler.steps_per_epoch
         with StatusBar(self.total_steps, self.console, self.quiet) as bar:
-            while self.steps_done < self.total_steps:
+            while self.steps_done < self.total_steps and not self.stopped:
                 self._train_epoch(epoch, bar)
                 epoch += 1
                 every = self.config.train.evaluate_every
-                if every and epoch % every == 0 and self.steps_done < self.total_steps:
+                if every and epoch % every == 0 and self.steps_done < self.total_steps and not self.stopped:
                     self._evaluate(epoch)
-        self.strategy.finish()
-        test_loss, test_accuracy = self._evaluate(epoch)
+        if self.stopped:
+            test_loss = test_accuracy = float("nan")
+        else:
+            self.strategy.finish()
+            test_loss, test_accuracy = self._evaluate(epoch)
+        if self.checkpoints is not None and (self.stopped or self.config.checkpoint.every):
+            self._save(wait=True)
         recent = self.losses[-10:]
         seconds = time.perf_counter() - start
         return TrainResult(
@@ -168,7 +175,42 @@ class Run:
             seconds,
             self.losses,
             self.world.is_main,
+            self.stopped,
         )
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------
+
+    def _course(self) -> dict[str, Any]:
+        """What the data's position depends on."""
+        train = self.config.train
+        return {"batch_size": train.batch_size, "seed": train.seed, "samples": len(self.dataset.train)}
+
+    def _save(self, wait: bool = False) -> None:
+        assert self.checkpoints is not None
+        self.checkpoints.save(self.strategy, {"step": self.steps_done, **self._course()}, wait)
+        self._tell_problem()
+
+    def _tell_problem(self) -> None:
+        if self.checkpoints is not None and self.checkpoints.problem is not None:
+            self.console.print(f"[yellow]{self.checkpoints.problem}[/]; training goes on", soft_wrap=True)
+            self.metrics.write("checkpoint", self.steps_done, {"problem": self.checkpoints.problem})
+            self.checkpoints.problem = None
+
+    def resume(self, source: Path) -> None:
+        """Go on from a run's newest whole checkpoint, or from one checkpoint; every rank must call it."""
+        one = source if (source / MANIFEST).exists() else None
+        home = source.parent if one is not None else source / CHECKPOINTS
+        reading = Checkpoints(self.world, home, keep_last=0)
+        found, damage = reading.find(one)
+        for line in damage:
+            self.console.print(f"[yellow]damaged, passed over:[/] {line}", soft_wrap=True)
+        if found is None:
+            raise UserError(f"{home} has no whole checkpoint to go on from")
+        saved = reading.load(found, self.strategy)
+        check_same_course(saved, self._course(), found)
+        self.steps_done = int(saved["step"])
+        ranks = "" if saved["ranks"] == self.world.size else f", saved by {saved['ranks']} ranks"
+        self.console.print(f"resumed at step {self.steps_done} from {found}{ranks}", soft_wrap=True)
 
     def _announce(self) -> None:
         world, config = self.world, self.config
@@ -188,8 +230,8 @@ class Run:
     def _train_epoch(self, epoch: int, bar: StatusBar) -> None:
         share = self.strategy.batch_share()
         self.strategy.model.train()
-        for indices in self.sampler.epoch(epoch):
-            if self.steps_done >= self.total_steps:
+        for indices in self.sampler.epoch(epoch, self.steps_done - epoch * self.sampler.steps_per_epoch):
+            if self.steps_done >= self.total_steps or self.stopped:
                 return
             read_start = time.perf_counter()
             batch = read_share(self.dataset.train, indices, share)
@@ -204,6 +246,11 @@ class Run:
                 bar.show(self.steps_done, self.status)
             else:
                 bar.show(self.steps_done)
+            self.stopped = result.stop
+            every = self.config.checkpoint.every
+            if every and self.steps_done % every == 0 and self.steps_done < self.total_steps and not self.stopped:
+                self._save()
+            self._tell_problem()
 
     def _log(self, epoch: int, result: StepResult, data_seconds: float) -> str:
         """Write one record; return its short form for the progress bar. Every rank reads the loss: it is a sum."""

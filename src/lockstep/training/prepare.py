@@ -1,0 +1,90 @@
+"""From a config to something that can take steps: the data, the model with what was asked for, the strategy."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from lockstep.config import Config
+from lockstep.data import DataSet, DataSpec, build_data
+from lockstep.errors import UserError
+from lockstep.models import build_model, parameter_count, training_flops
+from lockstep.models.lora import add_lora
+from lockstep.models.loss import loss_for
+from lockstep.parallel.recompute import recompute
+from lockstep.strategies import StepOptions, Strategy, make_strategy
+from lockstep.training.optimizer import optimizer_factory
+from lockstep.world import World
+
+
+def step_options(config: Config, dataset: DataSet) -> StepOptions:
+    train = config.train
+    return StepOptions(
+        loss=loss_for(dataset.spec.kind),
+        accumulation=train.accumulation,
+        clip_norm=train.clip_norm,
+        precision=train.precision,
+        compile=train.compile,
+        batch_size=train.batch_size,
+        example=dataset.train.batch(torch.zeros(1, dtype=torch.long)).inputs,
+        save_trained_only=config.lora.rank > 0,
+    )
+
+
+def load_data(world: World, config: Config) -> DataSet:
+    """Build the data set in three turns, so that one download serves all: rank 0, the first rank of every other
+    machine (its disk may be another), the rest. A download may take longer than a collective's time-out.
+    """
+    if world.size == 1:
+        return build_data(config, world.device)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    turn = 0 if world.is_main else 1 if world.local_rank == 0 else 2
+    dataset = None
+    for current in range(3):
+        if current == turn:
+            dataset = build_data(config, world.device)
+        dist.barrier(group=patient)
+    dist.destroy_process_group(patient)
+    assert dataset is not None
+    return dataset
+
+
+def prepared_model(config: Config, spec: DataSpec) -> nn.Module:
+    """The config's model on one device, with its adapters and its activation checkpointing."""
+    model = build_model(config.model, spec, config.train.seed)
+    lora = config.lora
+    if lora.rank > 0:
+        if lora.base is not None:
+            load_weights(model, Path(lora.base))
+        frozen_dtype = torch.bfloat16 if lora.frozen_dtype == "bf16" else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.train.seed + 1)
+            add_lora(model, lora.rank, lora.alpha, lora.targets, frozen_dtype)
+    return recompute(model, config.train.recompute, config.train.recompute_every)
+
+
+def load_weights(model: nn.Module, file: Path) -> None:
+    """Fill a plain model from a safetensors file; tied weights may be in it once or twice."""
+    try:
+        weights = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read as safetensors ({error})") from None
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        what = f"has no {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
+        raise UserError(f"{file}: {what}; build the model that it was saved from")
+
+
+def prepare_strategy(world: World, config: Config, dataset: DataSet) -> Strategy:
+    """The model of the config, spread by the strategy of the config."""
+    strategy = make_strategy(world, config.parallel, step_options(config, dataset))
+    model = prepared_model(config, dataset.spec)
+    strategy.parameters, strategy.flops_per_sample = parameter_count(model), training_flops(model)
+    strategy.prepare(model, optimizer_factory(config.train))
+    return strategy
