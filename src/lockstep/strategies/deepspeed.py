@@ -183,7 +183,7 @@ class DeepSpeed(Strategy):
             elif kind == "model":
                 if named[rest].requires_grad:
                     utils.safe_set_full_fp32_param(named[rest], value)
-                if self.stage < 3:  # a rank's own part of the masters is set; the model's copy is whole
+                with self._gathered(named[rest]):  # that was the optimizer's copy; this is the one that computes
                     named[rest].data.copy_(value)
             elif kind == "optimizer":
                 parameter, _, key = rest.rpartition(".")
@@ -199,10 +199,15 @@ class DeepSpeed(Strategy):
         if parameter.requires_grad:
             master: Tensor = self.deepspeed.utils.safe_get_full_fp32_param(parameter)
             return master.detach().clone().view(getattr(parameter, "ds_shape", parameter.shape))
+        with self._gathered(parameter):
+            return parameter.detach().clone()
+
+    def _gathered(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
+        """Inside, the parameter is whole; what the first rank writes to it stays."""
         if self.stage < 3:
-            return parameter.detach().clone()
-        with self.deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
+            return nullcontext()
+        gathered: AbstractContextManager[None] = self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+        return gathered
 
 
 def import_deepspeed() -> Any:

@@ -63,15 +63,15 @@ def optimizer_leaves(optimizer: torch.optim.Optimizer, holdings: Iterable[Holdin
 
 @torch.no_grad()
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make its state, which it does at its first step, without moving a weight.
+    """Have the optimizer make the state that it has not made yet, which it does in a step, without moving a weight.
 
     With a rate of 0 and gradients of 0 a step changes nothing but the state, which is then overwritten.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     before = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = None if optimizer.state.get(parameter) else torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()
