@@ -190,6 +190,7 @@ TRAIN = (
     *(sys.executable, "-m", "lockstep", "train", "--model.name", "mlp", "--data.name", "synthetic", "--nproc", "2"),
     *("--model.width", "64", "--data.kind", "regression", "--data.shape", "8", "--data.classes", "2"),
     *("--parallel.data", "zero3", "--train.steps", "100000", "--checkpoint.every", "3"),
+    *("--train.lr", "0.001"),
 )
 
 
@@ -232,7 +233,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint_and_sigterm_saves(tmp_pa
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=40)
     assert process.returncode == 0, output
-    assert "stopped and saved" in output
+    assert "stopped by SIGTERM and saved" in output
     found, damage = Checkpoints(World(), tmp_path / "checkpoints").find()
     assert found is not None
     step = json.loads((found / "run.json").read_text())["step"]

@@ -7,14 +7,17 @@ machine, watches them, ends all when one fails, and hands back what the first fa
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,10 +160,14 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is ours: see `_passing_on_sigterm`
         )
         try:
-            results = elastic_launch(config, _rank_main)(function, args, launch, os.getpid())
+            with _passing_on_sigterm() as received:
+                results = elastic_launch(config, _rank_main)(function, args, launch, os.getpid())
         except ChildFailedError as error:
+            if received:
+                raise KeyboardInterrupt("SIGTERM: all ranks were ended") from None
             raise _explain(error) from None
         except SignalException as error:
             raise KeyboardInterrupt(f"{signal.Signals(error.sigval).name}: all ranks were ended") from None
@@ -169,6 +176,29 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
             for name in added:
                 del os.environ[name]
     return [results[rank] for rank in sorted(results)]
+
+
+@contextmanager
+def _passing_on_sigterm() -> Iterator[list[int]]:
+    """Hand SIGTERM to the ranks and go on waiting for them: training saves and returns, anything else ends.
+
+    The agent's own way is to drop the ranks' results and to kill them after 30 s, which may cut a save short.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def pass_on(number: int, _: object) -> None:
+        received.append(number)
+        for rank in multiprocessing.active_children():
+            rank.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 FOLDER_PREFIX = "lockstep-"

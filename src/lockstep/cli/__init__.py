@@ -18,6 +18,8 @@ if multiprocessing.parent_process() is not None:  # a rank being started: Ctrl-C
 COMMANDS = {  # name -> (module, what it answers)
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
     "train": ("lockstep.cli.train", "train this model for real"),
+    "generate": ("lockstep.cli.generate", "let a trained GPT write"),
+    "export": ("lockstep.cli.export", "a run's weights as one safetensors file"),
     "verify": ("lockstep.cli.verify", "is this strategy correct? each against one process, and against theory"),
     "bench comm": ("lockstep.cli.bench_comm", "what does my interconnect give? collectives in nccl-tests' terms"),
     "bench train": ("lockstep.cli.bench_train", "which strategy is fastest? steps of each, in turns, in one run"),
@@ -40,6 +42,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 fine, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0].startswith("--local_rank="):  # DeepSpeed's launcher says it here, and in the environment
+        args = args[1:]
     if not args or args[0] in ("-h", "--help", "help") or args in (["bench"], ["bench", "--help"], ["bench", "-h"]):
         print(usage())
         return 0

@@ -9,7 +9,7 @@ from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch import run_on_ranks
 from lockstep.training import TrainResult, train
-from lockstep.training.checkpoint import CHECKPOINTS, LATEST
+from lockstep.training.checkpoint import CHECKPOINTS
 from lockstep.training.manifest import MANIFEST
 
 
@@ -30,6 +30,8 @@ class TrainArguments(RunArguments):
 
     lockstep train --model.name gpt --data.name text --train.optimizer adamw --train.lr 1e-3 --train.steps 200
 
+    deepspeed --num_gpus=4 --module lockstep train configs/digits_cnn.yaml --deepspeed_config my.json
+
     torchrun --nproc_per_node=4 -m lockstep train configs/digits_cnn.yaml --parallel.data ddp
     """
 
@@ -41,22 +43,30 @@ class TrainArguments(RunArguments):
 
 
 def main(argv: list[str]) -> int:
-    config, rest = config_from(argv)
+    config, rest = config_from(for_deepspeed(argv))
     arguments = parse(TrainArguments, rest, "train", default=TrainArguments(**sections(config)))
     config = arguments.config()
     folder, source = run_folders(config, arguments.run_dir, arguments.resume)
-    started = time.time()
-    try:
-        result: TrainResult = run_on_ranks(train, config, folder, False, source, launch=arguments.launch)[0]
-    except KeyboardInterrupt as interrupt:
-        if not str(interrupt).startswith("SIGTERM") or not saved_since(folder, started):
-            raise
-        print(f"SIGTERM: stopped and saved; go on with --resume {folder}")
-        return 0
+    result: TrainResult = run_on_ranks(train, config, folder, False, source, launch=arguments.launch)[0]
     if result.is_main:
-        stopped = f" (stopped by SIGTERM; go on with --resume {folder})" if result.stopped else ""
-        print(f"{result.steps} steps in {result.seconds:.1f} s{stopped}; metrics and config in {folder}/")
+        print(f"{result.steps} steps in {result.seconds:.1f} s; metrics and config in {folder}/")
+        if result.stopped:
+            print(f"stopped by SIGTERM and saved; go on with --resume {folder}")
     return 0
+
+
+def for_deepspeed(argv: list[str]) -> list[str]:
+    """What people type with DeepSpeed: --deepspeed, and --deepspeed_config FILE, which asks for it as well."""
+    words = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if flag == "--deepspeed":
+            words += ["--parallel.data", "deepspeed"]
+        elif flag in ("--deepspeed_config", "--deepspeed-config"):
+            words += ["--parallel.data", "deepspeed", "--parallel.deepspeed-config" + equals + value]
+        else:
+            words.append(word)
+    return words
 
 
 def run_folders(config: Config, run_dir: str | None, resume: str | None) -> tuple[Path, Path | None]:
@@ -74,8 +84,3 @@ def run_folders(config: Config, run_dir: str | None, resume: str | None) -> tupl
         raise UserError(f"--resume {resume}: there is no such folder; give a run's folder, a checkpoint, or auto")
     home = source.parent.parent if (source / MANIFEST).exists() else source
     return Path(run_dir) if run_dir else home, source
-
-
-def saved_since(folder: Path, moment: float) -> bool:
-    latest = folder / CHECKPOINTS / LATEST
-    return latest.exists() and latest.stat().st_mtime >= moment - 1

@@ -129,6 +129,8 @@ class Train:
     recompute: Literal["none", "full", "every", "attention"] = "none"
     """Activation checkpointing: every block, each `recompute_every`-th block, or attention only."""
     recompute_every: int = 2
+    weights: str | None = None
+    """Start from these weights, a safetensors file. None: random ones, by the seed."""
     seed: int = 0
     """The same seed gives the same run: bit by bit on the CPU, up to the order of atomic additions on a GPU."""
     evaluate_every: int = 1
@@ -188,8 +190,6 @@ class Lora:
     """Last parts of the names of the linear layers that get one."""
     frozen_dtype: Literal["same", "bf16"] = "same"
     """Dtype in which the weights under an adapter are kept."""
-    base: str | None = None
-    """Weights to adapt: a safetensors file. None: the seed's, for trying things out."""
 
 
 @dataclass

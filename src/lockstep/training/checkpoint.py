@@ -206,10 +206,7 @@ def load_checkpoint(
         state[f"rng.{world.rank}"] = random_state(world.device)
     else:
         state.pop(f"own.{world.rank}", None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        planner = DefaultLoadPlanner(flatten_state_dict=False)  # names are flat already
-        dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    read_into(state, reader, group)
     rng = state.pop(f"rng.{world.rank}", None)
     strategy.load_state_dict(state)
     if strategy.loss_scale is not None and "loss_scale" in run:
@@ -217,6 +214,14 @@ def load_checkpoint(
     if rng is not None:
         restore_random_state(rng, world.device)
     return run
+
+
+def read_into(state: dict[str, Any], reader: FileSystemReader, group: dist.ProcessGroup | None = None) -> None:
+    """Fill the tensors of `state` from a checkpoint, each with the part that it says it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that there is only one rank
+        planner = DefaultLoadPlanner(flatten_state_dict=False)  # names are flat already
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, Any]:

@@ -56,10 +56,10 @@ def load_data(world: World, config: Config) -> DataSet:
 def prepared_model(config: Config, spec: DataSpec) -> nn.Module:
     """The config's model on one device, with its adapters and its activation checkpointing."""
     model = build_model(config.model, spec, config.train.seed)
+    if config.train.weights is not None:
+        load_weights(model, Path(config.train.weights))
     lora = config.lora
     if lora.rank > 0:
-        if lora.base is not None:
-            load_weights(model, Path(lora.base))
         frozen_dtype = torch.bfloat16 if lora.frozen_dtype == "bf16" else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed + 1)

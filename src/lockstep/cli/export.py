@@ -1,0 +1,42 @@
+"""`lockstep export`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.cli.arguments import check_folder, parse
+from lockstep.errors import UserError
+from lockstep.training.export import export_weights
+
+
+@dataclass
+class ExportArguments:
+    """Write a run's weights to one safetensors file for other tools: lockstep export RUN, a run's folder or one of its
+    checkpoints, whatever strategy and number of ranks saved it. LoRA's adapters are merged into the weights.
+
+    For example:
+
+    lockstep export runs/gpt
+
+    lockstep export runs/gpt/checkpoints/step-00000100 --output weights.safetensors
+
+    The file is imported again by --train.weights, and by lockstep generate where it lies in a run's folder.
+    """
+
+    output: str | None = None
+    """The file to write. None: model.safetensors in the run's folder."""
+
+
+def main(argv: list[str]) -> int:
+    source = argv[0] if argv and not argv[0].startswith("-") else None
+    arguments = parse(ExportArguments, argv[1:] if source is not None else argv, "export RUN")
+    if source is None:
+        raise UserError("lockstep export needs a run: lockstep export runs/NAME")
+    if not Path(source).is_dir():
+        raise UserError(f"{source} is not a folder; give a run's folder, or one of its checkpoints")
+    is_checkpoint = (Path(source) / "manifest.json").exists()
+    home = Path(source).parent.parent if is_checkpoint else Path(source)
+    target = Path(arguments.output or home / "model.safetensors")
+    check_folder("--output", str(target))
+    count = export_weights(Path(source), target)
+    print(f"{count} tensors, {target.stat().st_size / 1e6:,.1f} MB in {target}")
+    return 0
