@@ -72,7 +72,8 @@ def join_world(
     """Join the ranks named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; leave at the end."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = local_world = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    # DeepSpeed's launcher calls it LOCAL_SIZE.
+    local_size = local_world = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size)
     if not 0 <= rank < size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE is {size}, but ranks go from 0 to WORLD_SIZE - 1")
     if "SLURM_GPUS_PER_TASK" in os.environ:  # each task sees its own GPUs only

@@ -28,6 +28,8 @@ class VerifyArguments:
 
     lockstep verify --strategies bucketed ddp --world-size 3 --steps 50
 
+    lockstep verify --savers --strategies zero3 fsdp --world-size 2
+
     lockstep verify --model.name resnet --model.norm group --model.width 8 --strategies bucketed
     """
 
@@ -37,6 +39,9 @@ class VerifyArguments:
     """Numbers of ranks to verify with. Under torchrun: that of torchrun."""
     steps: int = 20
     precision: Literal["fp64", "fp32"] = "fp64"
+    savers: bool = False
+    """Verify the ways of saving memory with each strategy: activation checkpointing (full, every 2nd block, attention
+    only), and LoRA; with gradient accumulation and clipping among them."""
     link: LinkFlag = None
     launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
     model: Model = field(default_factory=CNN)
@@ -50,6 +55,7 @@ def main(argv: list[str]) -> int:
     names = [name for name in strategy_names(arguments.strategies) if name != "single"]
     check_ranges(Config(model=arguments.model))
     request = Request(names, arguments.steps, arguments.model if own_model else None, arguments.precision)
+    request.savers = arguments.savers
     if arguments.link is not None:
         return over_link("verify", arguments.link, argv, arguments.launch)
     launch, sizes = arguments.launch, arguments.world_size

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Parallel
 from lockstep.data import IGNORED, Batch
-from lockstep.models import build_model
 from lockstep.models.loss import loss_for
 from lockstep.strategies import StepOptions, Strategy
 from lockstep.training import optimizer_factory
@@ -79,9 +78,8 @@ class Reference:
         self.initial = self._weights()
 
     def _restart(self) -> None:
-        model = build_model(self.scenario.model, self.scenario.spec, seed=0)
-        self._model = model.to(self.world.device, self.dtype)
-        self._optimizer = self.make_optimizer(self._model.parameters())
+        self._model = self.scenario.build(seed=0, plain=True).to(self.world.device, self.dtype)
+        self._optimizer = self.make_optimizer(p for p in self._model.parameters() if p.requires_grad)
 
     def after(self, step: int) -> Moment:
         """The reference after `step`; steps must be asked for in order, from 0 again for each strategy."""
@@ -122,7 +120,7 @@ def compare(
     strategy = strategy_class(world, parallel, options)
     strategy.keep_gradients = True
     # Each rank starts from other weights: a strategy must begin by making them rank 0's.
-    strategy.prepare(build_model(scenario.model, scenario.spec, seed=world.rank), reference.make_optimizer)
+    strategy.prepare(scenario.build(seed=world.rank), reference.make_optimizer)
     worst, tolerance = Comparison(), TOLERANCE[reference.precision]
     share = strategy.batch_share()
 

@@ -9,11 +9,10 @@ from torch import nn
 from lockstep.comm.ledger import Traffic
 from lockstep.config import Model, Parallel
 from lockstep.errors import UserError
-from lockstep.models import build_model
 from lockstep.strategies import STRATEGIES, Strategy, strategy_named
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
 from lockstep.verify.laws import check_law, equal_form, law_of
-from lockstep.verify.scenarios import Scenario, scenarios_for
+from lockstep.verify.scenarios import Scenario, saver_scenarios, scenarios_for
 from lockstep.verify.theory import Theory, expected_traffic
 from lockstep.world import World
 
@@ -50,6 +49,8 @@ class Request:
     steps: int = 20
     model: Model | None = None
     precision: str = "fp64"
+    savers: bool = False
+    """Verify activation checkpointing and LoRA with each strategy, instead of the plain scenarios."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -63,7 +64,8 @@ def verify(world: World, request: Request, table: dict[str, type[Strategy]] | No
 
     `table` replaces STRATEGIES, for strategies that are not in it (yet).
     """
-    proofs = Proofs(world, request, scenarios_for(request.model), table or STRATEGIES)
+    scenarios = saver_scenarios(request.model) if request.savers else scenarios_for(request.model)
+    proofs = Proofs(world, request, scenarios, table or STRATEGIES)
     verdicts = []
     with Progress(disable=not world.is_main) as progress:
         task = progress.add_task(f"{world.size} ranks", total=len(request.strategies))
@@ -113,7 +115,7 @@ class Proofs:
 
     def _plain_model(self, scenario: Scenario) -> nn.Module:
         dtype = torch.float64 if self.request.precision == "fp64" else torch.float32
-        return build_model(scenario.model, scenario.spec, seed=0).to(dtype)
+        return scenario.build(seed=0, plain=True).to(dtype)
 
     def _reference(self, scenario: Scenario, parallel: Parallel) -> Reference:
         """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where

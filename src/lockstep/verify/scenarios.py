@@ -3,10 +3,14 @@
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from lockstep.config import CNN, GPT, Model, ResNet, Train
 from lockstep.data import IGNORED, READS, Batch, DataSpec
 from lockstep.errors import UserError
+from lockstep.models import build_model
+from lockstep.models.lora import add_lora
+from lockstep.parallel.recompute import Recompute, recompute
 
 SMALL_CNN = CNN(channels=(6,), hidden=16)
 SMALL_GPT = GPT(d_model=16, layers=1, heads=2, context=12, vocabulary=31)
@@ -24,6 +28,8 @@ class Scenario:
     clip_norm: float | None = None
     padding: bool = False
     """Mask a different number of targets in each sample, so that ranks count different tokens."""
+    recompute: Recompute = "none"
+    lora_rank: int = 0
 
     @property
     def spec(self) -> DataSpec:
@@ -32,6 +38,15 @@ class Scenario:
             assert isinstance(self.model, GPT)
             return DataSpec(kind, (self.model.context,), self.model.vocabulary or 256)
         return DataSpec(kind, (1, 8, 8) if kind == "images" else (16,), 10)
+
+    def build(self, seed: int, plain: bool = False) -> nn.Module:
+        """The model, with its adapters; `plain`: without its activation checkpointing, which must change nothing."""
+        model = build_model(self.model, self.spec, seed)
+        if self.lora_rank:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                add_lora(model, self.lora_rank, alpha=8.0, targets=("qkv", "down"))
+        return model if plain else recompute(model, self.recompute)
 
     def train(self, optimizer: str) -> Train:
         lr = 0.05 if optimizer == "sgd" else 1e-3
@@ -53,6 +68,19 @@ class Scenario:
             lengths = torch.randint(1, spec.shape[0] + 1, (size, 1), generator=generator)
             targets[torch.arange(spec.shape[0]) >= lengths] = IGNORED
         return Batch(inputs, targets)
+
+
+def saver_scenarios(model: Model | None) -> list[Scenario]:
+    """The ways of saving memory, each with whatever strategy is being verified."""
+    if model is not None and not isinstance(model, GPT):
+        raise UserError(f"--savers recomputes attention and adapts a GPT's layers; {model.name} has none: use gpt")
+    tokens = replace(model or SMALL_GPT, layers=2, dropout=0.0)
+    return [
+        Scenario("recompute full", tokens, (12, 7), clip_norm=0.1, padding=True, recompute="full"),
+        Scenario("recompute every 2nd", tokens, (8,), accumulation=2, recompute="every"),
+        Scenario("recompute attention", tokens, (8,), recompute="attention"),
+        Scenario("LoRA, recomputed", tokens, (6,), accumulation=2, clip_norm=0.1, recompute="full", lora_rank=2),
+    ]
 
 
 def scenarios_for(model: Model | None) -> list[Scenario]:
