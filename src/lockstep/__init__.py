@@ -8,12 +8,33 @@ from lockstep.errors import UserError
 
 if TYPE_CHECKING:
     from lockstep.data import shard_batch
-    from lockstep.parallel import DataParallel, LocalSGD
+    from lockstep.parallel import (
+        DataParallel,
+        FullyShardedDataParallel,
+        LocalSGD,
+        ShardedDataParallel,
+        ShardedOptimizer,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["DataParallel", "LocalSGD", "UserError", "shard_batch"]
+__all__ = [
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "LocalSGD",
+    "ShardedDataParallel",
+    "ShardedOptimizer",
+    "UserError",
+    "shard_batch",
+]
 
-_HOMES = {"DataParallel": "lockstep.parallel", "LocalSGD": "lockstep.parallel", "shard_batch": "lockstep.data"}
+_HOMES = {
+    "DataParallel": "lockstep.parallel",
+    "FullyShardedDataParallel": "lockstep.parallel",
+    "LocalSGD": "lockstep.parallel",
+    "ShardedDataParallel": "lockstep.parallel",
+    "ShardedOptimizer": "lockstep.parallel",
+    "shard_batch": "lockstep.data",
+}
 
 register_shm()
 

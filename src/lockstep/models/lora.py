@@ -24,9 +24,18 @@ class LoRALinear(nn.Linear):
         self.weight, self.bias = plain.weight, plain.bias
         self.rank, self.scale, self.frozen_dtype = rank, alpha / rank, frozen_dtype
         self.lora_a = nn.Parameter(plain.weight.new_empty(rank, plain.in_features))
-        self.lora_b = nn.Parameter(plain.weight.new_zeros(plain.out_features, rank))
-        nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
+        self.lora_b = nn.Parameter(plain.weight.new_empty(plain.out_features, rank))
+        self._reset_adapter()
         self._cast_frozen()
+
+    def _reset_adapter(self) -> None:
+        nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
+        nn.init.zeros_(self.lora_b)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "lora_a"):  # not yet, when the plain layer's own constructor calls this
+            self._reset_adapter()
 
     def _cast_frozen(self) -> None:
         for parameter in (self.weight, self.bias) if self.frozen_dtype is not None else ():

@@ -46,6 +46,7 @@ from lockstep.parallel.flat import Piece
 from lockstep.parallel.shard_unit import Owner, ShardUnit
 
 CPU = torch.device("cpu")
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Initialize = Callable[[nn.Module], None]
 
 
@@ -54,6 +55,8 @@ class Block:
 
     def __init__(self, module: nn.Module, units: list[ShardUnit], is_root: bool) -> None:
         self.module, self.units, self.is_root = module, units, is_root
+        self.whole_before = False
+        """Before its forward began."""
 
     def gather(self) -> None:
         for unit in self.units:
@@ -112,6 +115,8 @@ class FullyShardedDataParallel(nn.Module):
         self._broadcast_buffers_once()
         self._order: list[Block] = []  # as their forward began, in the last pass
         self._order_before: list[Block] = []
+        self._backward_runs = False
+        self._next = -1  # in the order, whose backward is to come: it goes from the last to the first
         self._gradient_buffers = self._make_buffers()
         self._in_buffer: dict[torch.dtype, ShardUnit] = {}
         for block in self.blocks:
@@ -125,11 +130,11 @@ class FullyShardedDataParallel(nn.Module):
         places, homes = self._homes(chosen)
         for name, module in chosen.items():
             mine = {p: places[p] for p in places if homes[p] == {name}}
-            units = self._units(name or "root", mine, replicated=False, initialize=initialize)
+            units = self._units(mine, replicated=False, initialize=initialize)
             if units:
                 self.blocks.append(Block(module, units, is_root=module is self.module))
         outside = {p: places[p] for p in places if len(homes[p]) > 1 or homes[p] == {None}}
-        self.rest = self._units("outside", outside, replicated=True, initialize=initialize)
+        self.rest = self._units(outside, replicated=True, initialize=initialize)
 
     def _homes(
         self, chosen: dict[str, nn.Module]
@@ -141,43 +146,41 @@ class FullyShardedDataParallel(nn.Module):
             around = [n for n in chosen if n == path or n == "" or path.startswith(n + ".")]
             home = max(around, key=len, default=None)
             for name, parameter in module._parameters.items():
-                if parameter is not None and (module, name) not in places.get(parameter, []):
-                    places.setdefault(parameter, []).append((module, name))
-                    homes.setdefault(parameter, set()).add(home)
+                if parameter is None:
+                    continue
+                homes.setdefault(parameter, set()).add(home)  # a module that stands in two blocks has two
+                if (module, name) not in places.setdefault(parameter, []):
+                    places[parameter].append((module, name))
         return places, homes
 
     def _units(
-        self, name: str, owners: dict[nn.Parameter, list[Owner]], replicated: bool, initialize: Initialize | None
+        self, owners: dict[nn.Parameter, list[Owner]], replicated: bool, initialize: Initialize | None
     ) -> list[ShardUnit]:
-        alike: dict[tuple[torch.dtype, bool], dict[nn.Parameter, list[Owner]]] = {}
+        """One for each dtype, trained and frozen apart. Batch norms, whose statistics are fp32, compute in fp32."""
+        alike: dict[tuple[torch.dtype, torch.dtype | None, bool], dict[nn.Parameter, list[Owner]]] = {}
         for parameter, places in owners.items():
-            alike.setdefault((parameter.dtype, parameter.requires_grad), {})[parameter] = places
-        units = []
-        on_meta = any(p.device.type == "meta" for p in owners)
-        for owned in alike.values():
-            if not on_meta:
-                for parameter in owned:
-                    broadcast_tensor(parameter, self.group)
-            units.append(
-                ShardUnit(
-                    name, owned, self.group, self.compute_dtype, self._device, self._shard_device, replicated=replicated
-                )
-            )
-        if on_meta:
-            self._initialize(units, owners, initialize or reset_parameters)
+            dtype = None if all(isinstance(m, BATCH_NORM) for m, _ in places) else self.compute_dtype
+            alike.setdefault((parameter.dtype, dtype, parameter.requires_grad), {})[parameter] = places
+        empty = [module for p, places in owners.items() if p.device.type == "meta" for module, _ in places]
+        for parameter in owners:
+            if parameter.device.type != "meta":
+                broadcast_tensor(parameter, self.group)
+        devices = self._device, self._shard_device
+        units = [
+            ShardUnit(owned, self.group, dtype, *devices, replicated=replicated)
+            for (_, dtype, _), owned in alike.items()
+        ]
+        if empty:
+            self._initialize(units, list(dict.fromkeys(empty)), initialize or reset_parameters)
         return units
 
     @torch.no_grad()
-    def _initialize(
-        self, units: list[ShardUnit], owners: dict[nn.Parameter, list[Owner]], initialize: Initialize
-    ) -> None:
-        """Fill a unit that was on the meta device: whole for a moment, then each rank keeps its piece of rank 0's."""
+    def _initialize(self, units: list[ShardUnit], empty: list[nn.Module], initialize: Initialize) -> None:
+        """Fill what was on the meta device: whole for a moment, then each rank keeps its piece of rank 0's."""
         for unit in units:
             unit.use()
-        for module in dict.fromkeys(module for places in owners.values() for module, _ in places):
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type == "meta":
-                    module._buffers[key] = torch.zeros_like(buffer, device=self._device)
+        for module in empty:
+            self._give_buffers(module)
             initialize(module)
         for unit in units:
             for body in unit.bodies:
@@ -185,11 +188,18 @@ class FullyShardedDataParallel(nn.Module):
             unit.keep_own_piece()
             unit.free()
 
+    def _give_buffers(self, module: nn.Module) -> None:
+        """Memory where we compute; what was on the meta device has no values to keep."""
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                on_meta = buffer.device.type == "meta"
+                module._buffers[key] = (
+                    torch.zeros_like(buffer, device=self._device) if on_meta else buffer.to(self._device)
+                )
+
     def _broadcast_buffers_once(self) -> None:
         for module in self.module.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = buffer.to(self._device)
+            self._give_buffers(module)
         broadcast_buffers(self.module, self.group)
 
     def _make_buffers(self) -> dict[torch.dtype, Tensor]:
@@ -214,15 +224,27 @@ class FullyShardedDataParallel(nn.Module):
         if self._synchronizing and self.training and torch.is_grad_enabled():
             broadcast_buffers(self.module, self.group)
         self._order_before, self._order = self._order or self._order_before, []
-        outside = [*(b for b in self.blocks if b.is_root), Block(self.module, self.rest, is_root=True)]
-        for block in outside:
-            block.use()
+        self._backward_runs = False
+        outside = self._outside()
+        whole_before = [unit.gathered for unit in outside]
+        for unit in outside:
+            unit.use()
         args, kwargs = self._cast((args, kwargs), self.compute_dtype)
         outputs = self.module(*args, **kwargs)
+        self._next = len(self._order) - 1
         if not torch.is_grad_enabled():
-            for block in outside:
-                block.free()
-        return self._cast(outputs, torch.float32 if self.compute_dtype is not None else None)
+            for unit, was_whole in zip(outside, whole_before, strict=True):
+                if not was_whole:  # else the backward of an earlier forward needs it
+                    unit.free()
+        outputs = self._cast(outputs, torch.float32 if self.compute_dtype is not None else None)
+        for value in tree_flatten(outputs)[0]:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(lambda _: self._backward_begins())
+        return outputs
+
+    def _outside(self) -> list[ShardUnit]:
+        """What is whole from forward to backward: all that lies outside the blocks."""
+        return [*(unit for block in self.blocks if block.is_root for unit in block.units), *self.rest]
 
     def _cast(self, values: Any, dtype: torch.dtype | None) -> Any:
         if dtype is None:
@@ -246,8 +268,9 @@ class FullyShardedDataParallel(nn.Module):
         block.module.register_forward_hook(after)
 
     def _before_forward(self, block: Block, args: Any, kwargs: Any) -> Any:
+        block.whole_before = block.units[0].gathered
         block.use()
-        if not block.units[0].in_backward:  # else it is recomputed, for activation checkpointing
+        if not self._backward_runs:  # else it is recomputed, for activation checkpointing
             self._prefetch_after(block)
         args, kwargs = self._cast((args, kwargs), self.compute_dtype)
         if not torch.is_grad_enabled():
@@ -271,7 +294,8 @@ class FullyShardedDataParallel(nn.Module):
                 following.gather()
 
     def _after_forward(self, block: Block, outputs: Any) -> Any:
-        if not block.units[0].in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
+        passing = self.reshard_after_forward or (not torch.is_grad_enabled() and not block.whole_before)
+        if passing and not self._backward_runs:
             block.free()
         for value in tree_flatten(outputs)[0]:
             if isinstance(value, Tensor) and value.requires_grad:
@@ -280,22 +304,42 @@ class FullyShardedDataParallel(nn.Module):
 
     # ---- backward --------------------------------------------------------------------------------------------
 
+    def _backward_begins(self) -> None:
+        self._backward_runs = True
+        for unit in self._outside():
+            unit.use()  # still whole, unless another backward has come in between
+
     def _before_backward(self, block: Block) -> None:
+        self._backward_runs = True
+        position = self._order.index(block) if block in self._order else -1
+        self._pass_over(position)
         block.use()
-        for unit in block.units:
-            unit.in_backward = True
-        if block in self._order:
-            start = self._order.index(block)
-            for following in reversed(self._order[max(0, start - self.prefetch) : start]):
-                following.gather()
+        self._prefetch_before(position)
+
+    def _prefetch_before(self, position: int) -> None:
+        for following in reversed(self._order[max(0, position - self.prefetch) : max(0, position)]):
+            following.gather()
+
+    def _pass_over(self, position: int) -> None:
+        """Blocks that backward has not come to, though it has come to an earlier one: this rank's loss does not depend
+        on them. Other ranks' may, so their collectives are issued here too, in the same order.
+        """
+        while self._next > position >= 0:
+            self._come_to(self._order[self._next])
+
+    def _come_to(self, block: Block) -> None:
+        block.gather()
+        self._prefetch_before(self._next)
+        self._after_backward(block)
 
     def _after_backward(self, block: Block) -> None:
         """The gradients with respect to the block's inputs are there, so its parameters' are too."""
         for unit in block.units:
-            unit.in_backward = False
             if unit.trainable and self._synchronizing:
                 self._reduce(unit)
         block.free()
+        if 0 <= self._next < len(self._order) and self._order[self._next] is block:
+            self._next -= 1
 
     def _reduce(self, unit: ShardUnit) -> None:
         if unit.dtype in self._in_buffer:
@@ -313,11 +357,9 @@ class FullyShardedDataParallel(nn.Module):
         inputs need no gradient, and those that no loss depends on. A unit that computed after it was reduced (a second
         backward) has gradients left: as long as any rank has such, all go another round.
         """
-        for block in self.blocks:
-            for unit in block.units:
-                unit.in_backward = False
-            block.free()
-        for unit in self.rest:
+        if self._backward_runs:
+            self._finish_backward()
+        for unit in self.units():
             unit.free()
         if not self._synchronizing:
             return
@@ -340,6 +382,12 @@ class FullyShardedDataParallel(nn.Module):
         for unit in units:
             unit.hand_over(used[position : position + len(unit.used)])
             position += len(unit.used)
+
+    def _finish_backward(self) -> None:
+        """Come to the blocks that backward has not ended: it does not say when, if their inputs need no gradient."""
+        while self._next >= 0:
+            self._come_to(self._order[self._next])
+        self._backward_runs = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -409,6 +457,13 @@ class FullyShardedDataParallel(nn.Module):
         state = self.module.state_dict()
         return {name: found.get(name, value.detach().clone()) for name, value in state.items()} if keep else {}
 
+    def unreduced_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """This rank's own whole gradients, by name, where `no_sync` has left them."""
+        names = self._names()
+        for unit in self.trained_units():
+            for index in unit.trainable:
+                yield names[unit.parameters[index]][0], unit.bodies[index].grad
+
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by name, of the parameters that have one. For looking at: training never needs them."""
         names, found = self._names(), {}
@@ -444,6 +499,7 @@ class _BackwardIsOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wrapper: "FullyShardedDataParallel", block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.wrapper, ctx.block = wrapper, block
+        ctx.set_materialize_grads(False)  # an input that is not used gets no gradient, not a gradient of zeros
         return inputs
 
     @staticmethod

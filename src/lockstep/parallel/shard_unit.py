@@ -38,7 +38,6 @@ class ShardUnit:
 
     def __init__(
         self,
-        name: str,
         owners: dict[nn.Parameter, list[Owner]],
         group: Group,
         compute_dtype: torch.dtype | None,
@@ -51,7 +50,7 @@ class ShardUnit:
         `device`: where to compute; `shard_device`: where the shard lies. `replicated`: every rank holds all of it,
         and gradients are all-reduced.
         """
-        self.name, self.group, self.owners, self.replicated = name, group, owners, replicated
+        self.group, self.owners, self.replicated = group, owners, replicated
         self.parameters = list(owners)
         self.size = 1 if replicated else group_size(group)
         self.rank = 0 if replicated else group_rank(group)
@@ -87,8 +86,11 @@ class ShardUnit:
         self.whole = torch.empty(self.layout.length, dtype=self.dtype, device=self.device)
         views = zip(self.layout.views(self.whole), self.parameters, strict=True)
         self.bodies = [nn.Parameter(view, parameter.requires_grad) for view, parameter in views]
+        # Written to through an alias: autograd must not take filling the memory again for a change of the weights.
+        self._memory = self.whole.data
         self._storage = self.whole.untyped_storage()
         self._nbytes = self._storage.nbytes()
+        self._gathered_version = -1
 
     @torch.no_grad()
     def _make_shard(self, device: torch.device) -> Tensor:
@@ -110,7 +112,7 @@ class ShardUnit:
             mine = shard[piece.at] if piece is not None else shard[:0]
             if parameter.device.type == "meta":
                 replace_meta(parameter, mine, self.owners[parameter])
-            parameter.data = mine.view(parameter.shape) if self.replicated else mine
+            parameter.data = mine.view(self.shapes[index]) if self.replicated else mine
         return shard
 
     # ---- parameters: gather, use, free -----------------------------------------------------------------------
@@ -120,18 +122,25 @@ class ShardUnit:
         """Begin to fetch everybody's pieces; nothing if that has begun."""
         if self.gathered or self.gathering is not None or self.always_whole:
             return
+        self._gathered_version = self._version()
         self._storage.resize_(self._nbytes)
         if self.size == 1:
-            self.whole.copy_(self.shard)
+            self._memory.copy_(self.shard)
             self.gathering = Pending(None)
             return
         part = self.shard
         if (part.dtype, part.device) != (self.dtype, self.device):
-            part = self.layout.part(self.whole, self.rank).copy_(self.shard, non_blocking=True)
-        self.gathering = all_gather_into_async(self.whole, part, self.group, purpose="parameters")
+            part = self.layout.part(self._memory, self.rank).copy_(self.shard, non_blocking=True)
+        self.gathering = all_gather_into_async(self._memory, part, self.group, purpose="parameters")
+
+    def _version(self) -> int:
+        """Grows whenever an optimizer writes to the pieces."""
+        return sum(parameter._version for parameter in self.parameters)
 
     def use(self) -> None:
         """Wait for the gather; the modules compute with whole tensors from here on."""
+        if (self.gathered or self.gathering is not None) and self._gathered_version != self._version():
+            self.free()  # gathered for a forward that was not followed by a backward, and stepped since
         self.gather()
         if not self.gathered and not self.always_whole:
             assert self.gathering is not None
@@ -154,7 +163,7 @@ class ShardUnit:
     def keep_own_piece(self) -> None:
         """The whole tensors have been written to: the shard becomes this rank's part of them."""
         if not self.always_whole:
-            self.shard.copy_(self.layout.part(self.whole, self.rank))
+            self.shard.copy_(self.layout.part(self._memory, self.rank))
 
     def _place(self, bodies: Iterable[nn.Parameter]) -> None:
         for body, places in zip(bodies, self.owners.values(), strict=True):
@@ -167,17 +176,30 @@ class ShardUnit:
         """Whole ones, that have not been averaged."""
         return any(self.bodies[i].grad is not None for i in self.trainable)
 
-    def _holds_mean(self) -> bool:
-        """An earlier mean waits for this one to be added: handed over and not zeroed since, or not handed over yet."""
-        return self._summing or any(self.parameters[i].grad is not None for i in self.trainable)
+    def _begin_sum(self) -> bool:
+        """Whether an earlier mean waits for this one to be added: not handed over yet, or not zeroed since.
+
+        What has been zeroed since, all of it or a part, does not come back. Where the parameters compute themselves,
+        backward has added to what was handed over already.
+        """
+        if self._summing:
+            return True
+        kept = [i for i in self.trainable if self.parameters[i].grad is not None]
+        if self.always_whole or not kept or self.gradient is None:
+            self.used = [False] * len(self.parameters)
+            return False
+        for index in self.trainable:
+            if index not in kept:
+                self.used[index] = False
+                if index in self.pieces:
+                    self.gradient[self.pieces[index].at] = 0
+        return True
 
     @torch.no_grad()
     def reduce(self, buffer: Tensor) -> None:
         """Lay the whole gradients end to end, divided by the number of ranks, and begin to average them."""
         self.finish_reduce()
-        adding = self._holds_mean() and not self.always_whole  # there, backward has added to the mean already
-        if not adding:
-            self.used = [False] * len(self.parameters)
+        adding = self._begin_sum()
         buffer = buffer[: self.layout.length]
         scale = 1.0 / group_size(self.group)
         for index, view in enumerate(self.layout.views(buffer)):

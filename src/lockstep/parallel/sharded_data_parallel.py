@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import (
     Pending,
     all_reduce_async,
-    group_size,
     new_buffer,
     reduce_scatter_async,
 )
@@ -79,7 +78,7 @@ class GradientBucket:
         """Give the owner's pieces their gradients; what no rank used keeps None."""
         self.used_anywhere = used
         for piece, shard in zip(self.bucket.pieces, self.bucket.shards, strict=True):
-            shard.grad = self.own[piece.at] if used[piece.index] else None
+            shard.grad = self.own[piece.at].to(shard.device) if used[piece.index] else None
 
     def whole_gradients(self) -> list[Tensor | None]:
         """Each parameter's, gathered from the owners. For looking at: training never needs them."""
@@ -111,8 +110,8 @@ class ShardedDataParallel(nn.Module):
             raise UserError(f"stage is {stage}, but it must be 1 or 2; stage 3 is FullyShardedDataParallel")
         group = optimizer.process_group
         self.module, self.optimizer, self.stage, self.group = module, optimizer, stage, group
-        self._size = group_size(group)
         self._synchronizing = True
+        self._times_zeroed = optimizer.times_zeroed
         self._check_parameters()
         check_same_model(module, group)
         broadcast_module(module, group)
@@ -169,6 +168,10 @@ class ShardedDataParallel(nn.Module):
             self._launch_next()
 
     def _launch_next(self) -> None:
+        if self._launched == 0 and self._times_zeroed != self.optimizer.times_zeroed:
+            self._times_zeroed = self.optimizer.times_zeroed
+            for bucket in self.buckets:
+                bucket.forget()
         if self.stage == 2:
             for earlier in self.buckets[: self._launched]:
                 earlier.wait()  # its gradients lie in the same buffer
@@ -186,6 +189,8 @@ class ShardedDataParallel(nn.Module):
         """
         if not self._synchronizing:
             return
+        if len(self.buckets) != len(self.optimizer.buckets):
+            raise UserError("the optimizer has got a parameter group since it was wrapped; wrap the module after that")
         late = True
         while late:
             while self._launched < len(self.buckets):
@@ -208,8 +213,6 @@ class ShardedDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also forgets the owner's parts."""
         self.optimizer.zero_grad(set_to_none)
-        for bucket in self.buckets:
-            bucket.forget()
         super().zero_grad(set_to_none)
 
     @contextmanager

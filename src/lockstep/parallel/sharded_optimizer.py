@@ -42,8 +42,8 @@ WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 class ParameterBucket:
     """Parameters in one flat buffer, of which this rank owns a part."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: Group) -> None:
-        self.parameters, self.group = parameters, group
+    def __init__(self, parameters: list[nn.Parameter], group: Group, offload: bool) -> None:
+        self.parameters, self.group, self.offload = parameters, group, offload and parameters[0].device.type != "cpu"
         self.size, self.rank = group_size(group), group_rank(group)
         self.layout = FlatLayout(parameters, self.size)
         like = parameters[0]
@@ -52,19 +52,32 @@ class ParameterBucket:
             parameter.data = view
         self.own = self.layout.part(self.flat, self.rank)
         self.pieces = self.layout.pieces(self.rank)
-        self.shards = [nn.Parameter(self.own[piece.at]) for piece in self.pieces]
-        """What the optimizer steps: this rank's pieces, in the parameters' own memory."""
+        place = torch.device("cpu") if self.offload else like.device
+        self.shards = [nn.Parameter(self.own[piece.at].to(place)) for piece in self.pieces]
+        """What the optimizer steps: this rank's pieces, in the parameters' own memory, or in the host's."""
 
     def gather(self) -> Pending:
         """Begin to fetch the parts that other ranks have updated."""
         return all_gather_into_async(self.flat, self.own, self.group, purpose="parameters")
 
-    def take_gradients(self) -> None:
-        """Give each piece its slice of the whole gradient, where there is one; else it keeps what a wrapper gave it."""
+    def take_gradients(self) -> list[nn.Parameter]:
+        """Give each piece its slice of the whole gradient, where there is one; else it keeps what a wrapper gave it.
+
+        Returns those that were given one, for this step only.
+        """
+        taken = []
         for piece, shard in zip(self.pieces, self.shards, strict=True):
             gradient = self.parameters[piece.index].grad
             if gradient is not None:
-                shard.grad = gradient.detach().reshape(-1)[piece.inside]
+                shard.grad = gradient.detach().reshape(-1)[piece.inside].to(shard.device)
+                taken.append(shard)
+        return taken
+
+    def put_back(self) -> None:
+        """Offloaded pieces have been stepped elsewhere."""
+        if self.offload:
+            for piece, shard in zip(self.pieces, self.shards, strict=True):
+                self.own[piece.at].copy_(shard, non_blocking=True)
 
 
 @dataclass
@@ -88,15 +101,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         process_group: Group = None,
         bucket_mb: float = 25.0,
+        offload: bool = False,
         **kwargs: Any,
     ) -> None:
-        name = getattr(optimizer_cls, "__name__", "")
-        if name in WHOLE_TENSOR_OPTIMIZERS:
-            raise UserError(
-                f"{name} looks at more than one element at a time, and ShardedOptimizer cuts through tensors; "
-                f"use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, ...)"
-            )
-        self._make, self._options = optimizer_cls, kwargs
+        """`offload`: keep this rank's state, and the masters of its pieces, in the host's memory, and step there."""
+        self._make, self._options, self._offload = optimizer_cls, kwargs, offload
+        self.times_zeroed = 0
         self.process_group, self._cap = process_group, bucket_mb * MIB
         self._inner: torch.optim.Optimizer | None = None
         self._frozen: list[nn.Parameter] = []
@@ -117,12 +127,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trainable = [p for p in group["params"] if p.requires_grad]
         self._frozen += [p for p in group["params"] if not p.requires_grad]
         grouped = assign_buckets(trainable, self._cap, FIRST_BUCKET_SHARE * self._cap)
-        buckets = [ParameterBucket(parameters, self.process_group) for parameters in grouped]
+        buckets = [ParameterBucket(parameters, self.process_group, self._offload) for parameters in grouped]
         self.buckets += buckets
         pieces = [shard for bucket in buckets for shard in bucket.shards]
         inner_group = {**{k: v for k, v in group.items() if k != "params"}, "params": pieces}
         if self._inner is None:
             self._inner = self._make([inner_group], **self._options)
+            if (name := type(self._inner).__name__) in WHOLE_TENSOR_OPTIMIZERS:
+                raise UserError(
+                    f"{name} looks at more than one element at a time, and ShardedOptimizer cuts through tensors; "
+                    f"use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, ...)"
+                )
         else:
             self._inner.add_param_group(inner_group)
         for key, value in self._inner.param_groups[-1].items():
@@ -141,9 +156,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "after unfreezing it"
             )
         self._copy_options()
-        for bucket in self.buckets:
-            bucket.take_gradients()
+        taken = [shard for bucket in self.buckets for shard in bucket.take_gradients()]
         self.inner.step()
+        for shard in taken:
+            shard.grad = None
+        for bucket in self.buckets:
+            bucket.put_back()
         for pending in [bucket.gather() for bucket in self.buckets]:
             pending.wait()
         return loss
@@ -155,6 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self.times_zeroed += 1
         for bucket in self.buckets:
             for shard in bucket.shards:
                 shard.grad = None
@@ -186,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine: dict[int, list[tuple[slice, dict[str, Any]]]] = {}
         for owned in self.owned():
             if owned.shard in self.inner.state:
-                state = self.inner.state[owned.shard]
+                state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.inner.state[owned.shard].items()}
                 mine.setdefault(numbers[owned.parameter], []).append((owned.piece.inside, state))
         whole: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(numbers):  # one at a time: the ranks' parts meet in small portions
@@ -227,11 +246,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         saved = [number for group in groups for number in group["params"]]
         numbers = dict(zip((p for group in self.param_groups for p in group["params"]), saved, strict=True))
+        self.inner.state.clear()
         for owned in self.owned():
             state = state_dict["state"].get(numbers[owned.parameter])
             if state is not None:
                 self.inner.state[owned.shard] = {
-                    key: cut(key, value, owned.piece.inside, owned.parameter) for key, value in state.items()
+                    key: cut(key, value, owned.piece.inside, owned.parameter, owned.shard.device)
+                    for key, value in state.items()
                 }
         for inner, given in zip(self.inner.param_groups, groups, strict=True):
             inner.update({key: value for key, value in given.items() if key != "params"})
@@ -242,14 +263,14 @@ def put_together(whole: dict[str, Any], state: dict[str, Any], inside: slice, pa
     length = inside.stop - inside.start
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() == 1 and len(value) == length:
-            whole.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype, device=value.device))
-            whole[key].view(-1)[inside] = value
+            whole.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype, device=parameter.device))
+            whole[key].view(-1)[inside] = value.to(parameter.device)
         else:
             whole[key] = value
 
 
-def cut(key: str, value: Any, inside: slice, parameter: Tensor) -> Any:
+def cut(key: str, value: Any, inside: slice, parameter: Tensor, device: torch.device) -> Any:
     """A piece's state from the whole parameter's."""
     if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
-        return value.reshape(-1)[inside].to(parameter.device, copy=True)
+        return value.reshape(-1)[inside].to(device, copy=True)
     return value.clone() if isinstance(value, Tensor) else value

@@ -28,6 +28,7 @@ from lockstep.strategies.holdings import (
     copy_leaf,
     forget_unsaved,
     initialize_state,
+    local,
     model_leaves,
     optimizer_leaves,
     wanted_leaves,
@@ -70,6 +71,8 @@ class Totals:
     counts: Tensor
     """[targets, ranks that were asked to stop]; complete before the first backward."""
     pending: Pending
+    own_loss: Tensor
+    """Sum over this rank's samples."""
 
     def read(self) -> tuple[float, float, float]:
         self.pending.wait()
@@ -171,6 +174,14 @@ class Strategy(ABC):
         """Around one micro-batch: gradients need to meet at the `last` one only."""
         return nullcontext()
 
+    def no_gradient_sync(self) -> AbstractContextManager[None]:
+        """Around a micro-batch whose gradients are to stay this rank's own."""
+        return self.gradient_sync(last=False)
+
+    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Of this rank's samples only, after `no_gradient_sync`; nothing where an engine does not show them."""
+        yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
+
     def zero_gradients(self) -> None:
         """Before the first micro-batch of a step."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -236,12 +247,13 @@ class Strategy(ABC):
         mine = [float(batch.target_count()), float(self.stop_requested)]
         counts = torch.tensor(mine, dtype=torch.float64, device=self.world.device)
         counting = self._sum_over_data_ranks(counts, "count")
-        totals = Totals(torch.zeros(2, dtype=torch.float64, device=self.world.device), counts, Pending(None))
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        totals = Totals(sums, counts, Pending(None), sums[0])
         final = self.options.accumulation - 1
         for index, micro_batch in enumerate(batch.micro_batches(self.options.accumulation)):
             if micro_batch.filler:
                 self.model.eval()  # a filler leaves running statistics alone
-            with self.gradient_sync(last=synchronize and index == final):
+            with self.gradient_sync(last=index == final) if synchronize else self.no_gradient_sync():
                 with self.phases("forward"), self.compute_precision():
                     outputs = self.forward(micro_batch.inputs)
                     loss_sum = self.options.loss(outputs, micro_batch)
@@ -251,6 +263,7 @@ class Strategy(ABC):
                 if index == 0:
                     counting.wait()  # sent before forward, needed only now
                 if index == final:
+                    totals.own_loss = totals.sums[0].clone()
                     totals.pending = self._sum_over_data_ranks(totals.sums, "loss")  # travels during backward
                 with self.phases("backward"):
                     self._backward(loss_sum, micro_batch, counts[0])
@@ -292,7 +305,7 @@ class Strategy(ABC):
     def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool]:
         """Clip by the global norm and step; on non-finite gradients no rank steps. Returns (norm, stepped)."""
         if self.loss_scale is not None:
-            torch._foreach_mul_(self.local_gradients(), 1.0 / self.loss_scale.scale)
+            self._scale_gradients(torch.tensor(1.0 / self.loss_scale.scale))
         norm = self.gradient_norm()
         applied = self.agree_finite(bool(norm.isfinite()))
         if applied:
@@ -313,9 +326,11 @@ class Strategy(ABC):
 
     def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
         """As torch's clip_grad_norm_, for a norm that is known."""
-        gradients = self.local_gradients()
-        if gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
+        self._scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    def _scale_gradients(self, factor: Tensor) -> None:
+        if gradients := self.local_gradients():
+            torch._foreach_mul_(gradients, factor.to(local(gradients[0])))
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -345,15 +360,13 @@ class Strategy(ABC):
         """
         batch = batch.to(self.world.device, self.dtype)
         totals = self.accumulate_gradients(batch, synchronize=False)
-        found = [
-            f"{what} {name}"
-            for name, parameter in self.model.named_parameters()
-            for what, tensor in (("weight", parameter), ("gradient of", parameter.grad))
-            if tensor is not None and not bool(tensor.isfinite().all())
-        ]
+        loss_is_bad = not bool(totals.own_loss.isfinite())
+        tensors = [("weight", name, local(p)) for name, p in self.model.named_parameters()]
+        tensors += [("gradient of", name, gradient) for name, gradient in self.own_gradients() if gradient is not None]
+        found = [f"{what} {name}" for what, name, tensor in tensors if not bool(tensor.isfinite().all())]
         inputs_bad = batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all())
         self.zero_gradients()
-        mine = (["its inputs"] if inputs_bad else []) + found
+        mine = ["its inputs"] * inputs_bad + found + ["its loss"] * (loss_is_bad and not found and not inputs_bad)
         totals.pending.wait()
         findings = [
             f"rank {rank}: {theirs[0]}" + (f" and {len(theirs) - 1} more" if len(theirs) > 1 else "")
@@ -392,6 +405,10 @@ class Strategy(ABC):
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """The opposite of `own_state`."""
+
+    def before_saving(self) -> None:
+        """What all ranks hold must be the same on all: only one of them writes it."""
+        self.synchronize_buffers()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything that the next step depends on; see `holdings.py` for the names.

@@ -99,8 +99,10 @@ class DeepSpeed(Strategy):
             self._gradients = {n: get(p) for n, p in self.model.named_parameters() if p.requires_grad}
         skipped = self.engine.skipped_steps
         self.engine.step()
-        norm = torch.as_tensor(float(self.engine.get_global_grad_norm() or 0.0))
-        return norm, self.engine.skipped_steps == skipped
+        norm, stepped = float(self.engine.get_global_grad_norm() or 0.0), self.engine.skipped_steps == skipped
+        if stepped and not isfinite(norm):
+            raise UserError("gradients are not finite, and DeepSpeed has stepped with them; lower train.lr")
+        return torch.as_tensor(norm), stepped
 
     def full_gradients(self) -> dict[str, Tensor]:
         """As they were before the last step, clipped as the engine clips them."""

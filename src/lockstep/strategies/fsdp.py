@@ -80,7 +80,7 @@ class FSDP(Sharded):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def compute_precision(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # the mixed-precision policy casts
+        return nullcontext() if isinstance(self.model, FSDPModule) else super().compute_precision()  # the policy casts
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Without a backward nobody frees what forward has gathered, and state is read from sharded parameters."""
@@ -89,6 +89,19 @@ class FSDP(Sharded):
             if isinstance(module, FSDPModule):
                 module.reshard()
         return outputs
+
+    @contextmanager
+    def no_gradient_sync(self) -> Iterator[None]:
+        self._synchronize(False)
+        yield
+        self._synchronize(True)
+
+    def _synchronize(self, wanted: bool) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(wanted)
+
+    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from ()  # FSDP2 keeps them to itself
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: whole(tensor) for name, tensor in self.model.state_dict().items()}

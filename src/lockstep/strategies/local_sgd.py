@@ -46,6 +46,9 @@ class LocalSGD(Strategy):
         parts = all_reduce(flat / self.world.size, purpose="check").split([g.numel() for g in mine.values()])
         return {name: part.view_as(mine[name]) for name, part in zip(mine, parts, strict=True)}
 
+    def before_saving(self) -> None:
+        """Every rank saves its own."""
+
     def own_state(self) -> dict[str, Any]:
         """Between two meetings the ranks' weights, and always their optimizers' states, differ."""
         return {

@@ -23,7 +23,7 @@ class Sharded(Strategy):
         """Every rank knows its part: the squares are added up over the ranks."""
         gradients = self.local_gradients()
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
-        squared = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
+        squared = norm.to(self.world.device, torch.promote_types(norm.dtype, torch.float32)).square()
         return all_reduce(squared, group=self.data_group, purpose="norm").sqrt()
 
 
@@ -41,6 +41,7 @@ class HandSharded(Sharded):
             make_optimizer,
             process_group=self.data_group,
             bucket_mb=self.parallel.bucket_mb,
+            offload=self.parallel.offload == "cpu",
         )
         self.module = ShardedDataParallel(self.model, self.optimizer, self.stage)
 
@@ -49,6 +50,9 @@ class HandSharded(Sharded):
 
     def finish_gradients(self) -> None:
         self.module.finish_gradient_synchronization()
+
+    def no_gradient_sync(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
 
     def local_gradients(self) -> list[Tensor]:
         return [owned.shard.grad for owned in self.optimizer.owned() if owned.shard.grad is not None]
@@ -133,6 +137,12 @@ class Zero3(Sharded):
 
     def finish_gradients(self) -> None:
         self.module.finish_gradient_synchronization()
+
+    def no_gradient_sync(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
+
+    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        return self.module.unreduced_gradients()
 
     def gradient_norm(self) -> Tensor:
         return self.module.gradient_norm()

@@ -51,28 +51,33 @@ PATIENCE = timedelta(hours=1)
 class Checkpoints:
     """The checkpoints of one run, in one folder that all ranks see."""
 
-    def __init__(self, world: World, folder: Path, keep_last: int = 3, asynchronous: bool = True) -> None:
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        keep_last: int = 3,
+        asynchronous: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.world, self.folder, self.keep_last, self.asynchronous = world, folder, keep_last, asynchronous
         # A group of its own: writing goes on beside training, and must not come between training's collectives.
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+        self.group = group or (dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None)
         self._saving: threading.Thread | None = None
         self.problem: str | None = None
         """Why the last save failed, until somebody has been told."""
-        if world.is_main and folder.is_dir():
-            for leftover in folder.glob(".step-*.part"):
-                shutil.rmtree(leftover, ignore_errors=True)
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
     def save(self, strategy: Strategy, run: dict[str, Any], wait: bool = False) -> None:
         """Save the strategy as it is now, and `run` (which has the `step`). Every rank must call it."""
         self.wait()
+        strategy.before_saving()
         state = snapshot({**strategy.state_dict(), f"rng.{self.world.rank}": random_state(self.world.device)})
         run = {**run, "ranks": self.world.size}
         if strategy.loss_scale is not None:
             run["loss_scale"] = strategy.loss_scale.state_dict()
         if self.asynchronous and not wait:
-            self._saving = threading.Thread(target=self._write, args=(state, run), name="checkpoint")
+            self._saving = threading.Thread(target=self._write, args=(state, run), name="checkpoint", daemon=True)
             self._saving.start()
         else:
             self._write(state, run)
@@ -101,7 +106,7 @@ class Checkpoints:
         if problem is not None:
             self.problem = f"checkpoint {name} was not saved: {problem}"
             if self.world.is_main:
-                shutil.rmtree(part, ignore_errors=True)
+                clean(self.folder)
 
     @staticmethod
     def _attempt(action: Any) -> str | None:
@@ -126,7 +131,7 @@ class Checkpoints:
 
     def _make_folder(self, part: Path) -> None:
         if self.world.is_main:
-            shutil.rmtree(part, ignore_errors=True)
+            clean(self.folder)
             part.mkdir(parents=True)
 
     def _write_files(self, state: dict[str, Any], part: Path) -> dict[str, dict[str, Any]]:
@@ -148,15 +153,21 @@ class Checkpoints:
         manifest.write_durably(part / RUN, json.dumps(run, indent=1))
         files = {k: v for rank in described for k, v in rank.items()}
         manifest.write_manifest(part, {**files, **manifest.describe([part / RUN])})
-        target = self.folder / name
+        target, aside = self.folder / name, self.folder / f".{name}.old"
         if target.exists():  # a run that was resumed has come by here before
-            shutil.rmtree(target)
+            target.rename(aside)
         part.rename(target)
         manifest.sync_folder(self.folder)
-        manifest.write_durably(self.folder / LATEST, name + "\n")
-        for old in self.all()[: -self.keep_last] if self.keep_last else []:
-            if old != target:
-                shutil.rmtree(old, ignore_errors=True)
+        try:
+            manifest.write_durably(self.folder / LATEST, name + "\n")
+        except OSError:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
+        finally:
+            clean(self.folder)
+        older = [folder for folder in self.all() if folder.name <= name]
+        for old in older[: -self.keep_last] if self.keep_last else []:
+            shutil.rmtree(old, ignore_errors=True)
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
@@ -168,6 +179,7 @@ class Checkpoints:
         """The one to go on from, and what is wrong with those that had to be passed over."""
         if candidates is None:
             candidates = list(reversed(self.all()))
+            candidates += sorted(self.folder.glob(".step-*.old"), reverse=True)  # set aside, and then killed
             if (self.folder / LATEST).exists():  # else killed before the first one was pointed to
                 pointed = self.folder / (self.folder / LATEST).read_text(encoding="utf-8").strip()
                 candidates = [pointed, *(c for c in candidates if c != pointed)]
@@ -193,6 +205,16 @@ class Checkpoints:
     def load(self, folder: Path, strategy: Strategy) -> dict[str, Any]:
         """Fill the strategy; returns what was saved as `run`. `folder` must have been checked."""
         return load_checkpoint(folder, strategy, self.world, self.group)
+
+
+def clean(folder: Path) -> None:
+    """Remove what a save that was cut short has left; put back a checkpoint that it had set aside."""
+    for aside in folder.glob(".step-*.old"):
+        original = folder / aside.name[1:].removesuffix(".old")
+        if not original.exists():
+            aside.rename(original)
+    for leftover in [*folder.glob(".step-*.part"), *folder.glob(".step-*.old")]:
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def load_checkpoint(
@@ -221,7 +243,11 @@ def read_into(state: dict[str, Any], reader: FileSystemReader, group: dist.Proce
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that there is only one rank
         planner = DefaultLoadPlanner(flatten_state_dict=False)  # names are flat already
-        dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        try:
+            dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise UserError(f"{reader.path} does not fit this model: {cause}") from None
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, Any]:

@@ -200,7 +200,8 @@ class Run:
         """Go on from a run's newest whole checkpoint, or from one checkpoint; every rank must call it."""
         one = source if (source / MANIFEST).exists() else None
         home = source.parent if one is not None else source / CHECKPOINTS
-        reading = Checkpoints(self.world, home, keep_last=0)
+        group = self.checkpoints.group if self.checkpoints is not None else None
+        reading = Checkpoints(self.world, home, group=group)
         found, damage = reading.find(one)
         for line in damage:
             self.console.print(f"[yellow]damaged, passed over:[/] {line}", soft_wrap=True)

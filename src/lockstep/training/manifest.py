@@ -54,11 +54,14 @@ def check(folder: Path) -> None:
 def write_durably(file: Path, text: str) -> None:
     """Written to the disk itself, and in place of an old one only when it is whole."""
     temporary = file.with_name(f".{file.name}.new")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(file.parent)
 
 

@@ -189,6 +189,7 @@ class ShmGroup(dist.ProcessGroup):
         if everyone is None:
             return self.allgather_into_tensor_coalesced([output], [input], opts)
         parts = memory.flat(output).chunk(self._size)
+        memory.check_parts("all_gather", parts, everyone[0], self._size)
         return self._submit(lambda board: operations.all_gather_shared(board, everyone, parts), [output], opts)
 
     def _shared_parts(self, output: Tensor, part: Tensor) -> list[Tensor] | None:

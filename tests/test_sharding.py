@@ -1,0 +1,385 @@
+"""ZeRO by hand: the traps that a wrapper must survive, and the law of what each stage holds."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep import FullyShardedDataParallel, ShardedDataParallel, ShardedOptimizer, UserError
+from lockstep.comm.ledger import Ledger, recording
+from lockstep.config import GPT, Config, Data, Parallel, Train
+from lockstep.data import build_data
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.models import parameter_count
+from lockstep.strategies import strategy_named
+from lockstep.training import prepare_strategy
+from lockstep.training.prepare import prepared_model
+from lockstep.world import World
+from tests.ranks import on_ranks
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.7))  # of no dimension
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+class Tied(nn.Module):
+    """Blocks in a list; a weight outside them that is used twice, and one inside two blocks."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Layer() for _ in range(layers))
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.blocks[1].linear.bias = self.blocks[0].linear.bias
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, skip: int | None = None, twice: bool = False, reentrant: bool = False) -> Tensor:
+        x = self.first(x) * self.frozen
+        for number, block in enumerate(self.blocks):
+            if number == skip:  # it computes, and nothing depends on it
+                x = x + 0 * block(x.detach()).detach()
+            elif reentrant:
+                x = checkpoint(block, x, use_reentrant=True)
+            else:
+                x = block(block(x)) if twice else block(x)
+        y: Tensor = self.last(x)
+        return y
+
+
+def model(seed: int = 0) -> Tied:
+    torch.manual_seed(seed)
+    return Tied().double()
+
+
+def samples(step: int, count: int = 12) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+Loss = Callable[[nn.Module, Tensor, int], Tensor]
+
+
+def plain_loss(module: nn.Module, x: Tensor, _: int) -> Tensor:
+    y: Tensor = module(x)
+    return y.square().mean()
+
+
+def follow(
+    world: World, wrapped: nn.Module, optimizer: Any, names: Callable[[], dict[str, Tensor]], **how: Any
+) -> None:
+    """Train beside one process and compare all weights after each step. `how`: what each step does."""
+    reference = model()
+    theirs = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=0.01)
+    loss: Loss = how.get("loss", plain_loss)
+    backwards: int = how.get("backwards", 1)
+    for step in range(3):
+        whole = samples(step)
+        theirs.zero_grad()
+        for rank, part in enumerate(whole.chunk(world.size)):
+            for _ in range(backwards):
+                (loss(reference, part, rank) / world.size).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), how.get("clip", 1e9))
+        theirs.step()
+
+        mine = whole.chunk(world.size)[world.rank]
+        (optimizer if how.get("zero_by_optimizer") else wrapped).zero_grad()
+        if how.get("evaluate"):
+            with torch.no_grad():
+                wrapped(mine)
+        for turn in range(backwards):
+            if how.get("no_sync") and turn < backwards - 1:
+                with wrapped.no_sync():
+                    loss(wrapped, mine, world.rank).backward()
+            else:
+                loss(wrapped, mine, world.rank).backward()
+                if how.get("sync_each"):
+                    wrapped.finish_gradient_synchronization()
+        wrapped.finish_gradient_synchronization()
+        if "clip" in how:
+            wrapped.clip_grad_norm_(how["clip"])
+        if how.get("forward_before_step"):
+            wrapped(mine)
+        optimizer.step()
+        found = names()
+        for name, expected in reference.state_dict().items():
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10, msg=f"{name}, step {step}, {how}")
+
+
+def skips_on_rank_1(module: nn.Module, x: Tensor, rank: int) -> Tensor:
+    """The loss of rank 1 does not depend on block 2."""
+    y: Tensor = module(x, skip=2 if rank == 1 else None)
+    return y.square().mean()
+
+
+def last_unused(module: nn.Module, x: Tensor, _: int) -> Tensor:
+    """Nobody's loss depends on block 3."""
+    y: Tensor = module(x, skip=3)
+    return y.square().mean()
+
+
+COURSES: list[dict[str, Any]] = [
+    {},
+    {"zero_by_optimizer": True},
+    {"backwards": 2},
+    {"backwards": 2, "sync_each": True},
+    {"backwards": 3, "no_sync": True},
+    {"loss": skips_on_rank_1},
+    {"loss": last_unused},
+]
+ONLY_FULLY_SHARDED: list[dict[str, Any]] = [
+    {"evaluate": True, "zero_by_optimizer": True},
+    {"forward_before_step": True},
+    {"clip": 0.05},
+    {"loss": lambda module, x, _: module(x, twice=True).square().mean()},
+    {"loss": lambda module, x, _: module(x, reentrant=True).square().mean()},
+]
+
+
+def check_stages_1_and_2(world: World) -> None:
+    for stage in (1, 2):
+        for how in COURSES:
+            mine = model(seed=world.rank)
+            optimizer = ShardedOptimizer(mine.parameters(), torch.optim.AdamW, bucket_mb=0.0005, lr=0.01)
+            wrapped = ShardedDataParallel(mine, optimizer, stage=stage)
+            follow(world, wrapped, optimizer, mine.state_dict, **how)
+
+
+def check_stage_3(world: World) -> None:
+    for options in ({}, {"shard": (Layer, Tied)}, {"reshard_after_forward": False}, {"prefetch": 0}):
+        for how in [*COURSES, *ONLY_FULLY_SHARDED]:
+            mine = model(seed=world.rank)
+            before = dict(mine.named_parameters())
+            wrapped = FullyShardedDataParallel(mine, **options)
+            after = dict(wrapped.named_parameters())
+            assert list(after) == list(before)
+            assert all(after[n] is before[n] for n in before)  # the same objects
+            optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=0.01)
+            follow(world, wrapped, optimizer, wrapped.full_state_dict, **how)
+
+
+def check_bytes_are_bounded(world: World) -> None:
+    """Never more than the unit that computes and the one that is fetched are whole."""
+    mine = model()
+    wrapped = FullyShardedDataParallel(mine, shard=Layer)
+    units = [unit for block in wrapped.blocks for unit in block.units]
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        blocks = [any(u._storage.nbytes() for u in b.units) for b in wrapped.blocks]
+        most = max(most, sum(blocks))
+
+    for block in mine.blocks:
+        block.linear.register_forward_hook(look)
+        block.linear.register_full_backward_hook(look)
+    for step in range(2):
+        wrapped(samples(step)).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+        assert sum(u._storage.nbytes() for u in units) == 0
+    assert most == 2
+    state = wrapped.full_state_dict(only_rank=0)
+    assert bool(state) == (world.rank == 0)
+
+
+def check_meta_device(world: World) -> None:
+    """Built without memory; filled unit by unit, alike on all ranks."""
+    with torch.device("meta"):
+        empty = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)), nn.Linear(4, 2))
+    torch.manual_seed(world.rank)
+    wrapped = FullyShardedDataParallel(empty, device=torch.device("cpu"))
+    state = wrapped.full_state_dict()
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, {n: t.sum().item() for n, t in state.items()})
+    assert all(e == everyone[0] for e in everyone)
+    assert float(state["0.0.weight"].std()) > 0.05
+    assert torch.equal(state["0.1.running_var"], torch.ones(4))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    before = float(wrapped(torch.ones(3, 4)).square().mean())
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.ones(3, 4)).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+    assert float(wrapped(torch.ones(3, 4)).square().mean()) < before
+
+
+def check_lower_precision(world: World) -> None:
+    """Masters and their gradients stay fp32; what travels has half the bytes; batch norms keep their fp32."""
+    ledgers = {}
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(3)))
+        wrapped = FullyShardedDataParallel(net, compute_dtype=dtype)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        ledgers[dtype] = Ledger()
+        for _ in range(2):
+            ledgers[dtype].open()
+            with recording(ledgers[dtype]):
+                output = wrapped(torch.randn(8, 32))
+                assert output.dtype == torch.float32
+                output.square().mean().backward()
+                wrapped.finish_gradient_synchronization()
+                optimizer.step()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in wrapped.parameters() if p.grad is not None)
+    plain, half = (ledgers[d].traffic().wire_bytes for d in (None, torch.bfloat16))
+    assert half < 0.6 * plain
+
+
+def check_optimizer(world: World) -> None:
+    """It is an optimizer as any other: groups, generators, closures, schedulers, state."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(s)) for s in ((5, 3), (7,), (), (2, 2, 2), (1,))]
+    others = copy.deepcopy(weights)
+    weights[4].requires_grad_(False)
+    others[4].requires_grad_(False)
+    mine = ShardedOptimizer(
+        ({"params": iter(g), "lr": lr} for g, lr in ((weights[:2], 0.1), (weights[2:], 0.01))),
+        partial(torch.optim.AdamW, weight_decay=0.1),
+    )
+    theirs = torch.optim.AdamW(
+        [{"params": others[:2], "lr": 0.1}, {"params": others[2:], "lr": 0.01}], weight_decay=0.1
+    )
+    extra, other_extra = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    mine.add_param_group({"params": [extra], "lr": 0.5})
+    theirs.add_param_group({"params": [other_extra], "lr": 0.5})
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (mine, theirs)]
+
+    def go(optimizer: Any, parameters: list[nn.Parameter], step: int) -> float:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            used = [p for i, p in enumerate(parameters) if p.requires_grad and not (step == 2 and i == 1)]
+            loss = sum(((p - 1) ** 2).sum() for p in used)
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            return loss
+
+        return float(optimizer.step(closure))
+
+    for step in range(4):
+        assert go(mine, [*weights, extra], step) == pytest.approx(go(theirs, [*others, other_extra], step))
+        for schedule in schedules:
+            schedule.step()
+    torch.testing.assert_close([*weights, extra], [*others, other_extra])
+    assert mine.param_groups[0]["lr"] == theirs.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
+    torch.testing.assert_close(mine.full_state_dict()["state"], theirs.state_dict()["state"])
+    held = sum(shard.nbytes for bucket in mine.buckets for shard in bucket.shards)
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, held)
+    assert max(everyone) - min(everyone) <= 16 * len(mine.buckets)  # balanced by bytes
+
+    fresh = ShardedOptimizer(iter([*weights, extra]), torch.optim.AdamW)
+    with pytest.raises(UserError, match="groups of"):
+        fresh.load_state_dict(theirs.state_dict())
+    mine.load_state_dict(theirs.state_dict())
+    mine.load_state_dict(mine.state_dict())
+    torch.testing.assert_close(mine.full_state_dict()["state"], theirs.state_dict()["state"])
+    with pytest.raises(UserError, match="part of rank"):
+        mine.load_state_dict({**mine.state_dict(), "ranks": world.size + 1})
+    with pytest.raises(UserError, match="looks at more than one element"):
+        ShardedOptimizer(weights, partial(torch.optim.Adafactor))
+    with pytest.raises(UserError, match="not in the ShardedOptimizer"):
+        ShardedDataParallel(nn.Linear(2, 2), ShardedOptimizer([extra], torch.optim.SGD, lr=1.0))
+
+
+# ---- the law -------------------------------------------------------------------------------------------------
+
+
+def memory_of(tensors: list[Tensor]) -> float:
+    """Bytes that these tensors cover together; what two of them share counts once."""
+    total = reached = 0
+    for start, end in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return float(total)
+
+
+def held_bytes(world: World, name: str) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer state that this rank holds when the optimizer has stepped."""
+    config = Config(
+        model=GPT(d_model=32, layers=4, heads=2, context=8, vocabulary=64),
+        data=Data(name="synthetic", samples=16),
+        train=Train(batch_size=8, optimizer="adamw", lr=1e-3),
+        parallel=strategy_named(name, Parallel(bucket_mb=0.05)),
+    )
+    dataset = build_data(config)
+    strategy = prepare_strategy(world, config, dataset)
+    strategy.step(dataset.train.batch(torch.arange(2)))
+    module: Any = strategy.module
+    gradients = strategy.local_gradients()
+    if name in ("zero1", "zero2"):
+        gradients += [tensor for bucket in module.buckets for tensor in (bucket.own, bucket.buffer)]
+    if name == "zero3":
+        gradients += list(module._gradient_buffers.values())
+    state = [value for of_one in strategy.local_optimizer.state.values() for value in of_one.values()]
+    plain = prepared_model(config, dataset.spec)
+    unit = max(sum(p.nbytes for p in block.parameters()) for block in plain.blocks)  # type: ignore[union-attr]
+    return {
+        "parameters": memory_of([p.data for p in strategy.model.parameters()]),
+        "gradients": memory_of(gradients),
+        "state": memory_of([tensor for tensor in state if tensor.dim()]),
+        "psi": 4.0 * parameter_count(plain),
+        "unit": float(max(unit, 2 * 0.05 * 1024 * 1024)),
+    }
+
+
+def check_law(world: World) -> None:
+    n = world.size
+    for name, shares in {
+        "bucketed": (1.0, 1.0, 2.0),
+        "zero1": (1.0, 1.0, 2.0 / n),
+        "zero2": (1.0, 1.0 / n, 2.0 / n),
+        "zero3": (1.0 / n, 1.0 / n, 2.0 / n),
+    }.items():
+        held = held_bytes(world, name)
+        for what, share in zip(("parameters", "gradients", "state"), shares, strict=True):
+            share_bytes = share * held["psi"]
+            fits = 0.99 * share_bytes <= held[what] <= share_bytes + held["unit"]
+            assert fits, f"{name}, {n} ranks: {what} {held[what]:,.0f} bytes, by theory {share_bytes:,.0f}"
+
+
+def run_checks(world: World, names: tuple[str, ...]) -> None:
+    for name in names:
+        globals()[f"check_{name}"](world)
+
+
+def test_two_ranks() -> None:
+    checks = ("optimizer", "stages_1_and_2", "stage_3", "bytes_are_bounded", "meta_device", "lower_precision", "law")
+    on_ranks(run_checks, 2, checks, timeout=110)
+
+
+def test_three_ranks_over_gloo() -> None:
+    launch = Launch(nproc=3, device="cpu", timeout=110, backend="gloo")
+    run_on_ranks(run_checks, ("optimizer", "stages_1_and_2", "stage_3"), launch=launch)
+
+
+def test_the_law_with_four_ranks() -> None:
+    on_ranks(run_checks, 4, ("law", "bytes_are_bounded"), timeout=110)
+
+
+def test_one_process_needs_no_ranks() -> None:
+    world = World()
+    check_stage_3(world)
+    check_lower_precision_alone()
+
+
+def check_lower_precision_alone() -> None:
+    wrapped = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4)), compute_dtype=torch.bfloat16)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in wrapped.parameters())
