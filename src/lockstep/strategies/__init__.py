@@ -96,7 +96,29 @@ def make_strategy(world: World, parallel: Parallel, options: StepOptions) -> Str
             raise UserError(
                 f"parallel.{option} {chosen} does not go with parallel.data {parallel.data}; use {', '.join(BY_HAND)}"
             )
+    check_sharding(world, parallel)
     return STRATEGIES[parallel.data](world, parallel, options)
+
+
+OFFLOADS = {"zero1": ("cpu",), "zero2": ("cpu",), "zero3": ("cpu",), "fsdp": ("cpu",), "deepspeed": ("cpu", "nvme")}
+
+
+def check_sharding(world: World, parallel: Parallel) -> None:
+    """Refuse what a strategy does not have, with the reason."""
+    data, offload = parallel.data, parallel.offload
+    if parallel.sharding not in SHARDINGS.get(data, ("FULL_SHARD",)):
+        who = ", ".join(name for name, known in SHARDINGS.items() if parallel.sharding in known)
+        raise UserError(f"parallel.sharding {parallel.sharding} does not go with parallel.data {data}; use {who}")
+    if offload != "none" and offload not in OFFLOADS.get(data, ()):
+        who = ", ".join(name for name, known in OFFLOADS.items() if offload in known)
+        raise UserError(f"parallel.offload {offload} does not go with parallel.data {data}; use {who}")
+    if offload == "cpu" and world.device.type == "cpu" and data != "deepspeed":
+        raise UserError(
+            "parallel.offload cpu moves what a GPU does not need at the moment to the host, and these ranks compute on "
+            "the host already; leave it out"
+        )
+    if parallel.deepspeed_config is not None and data != "deepspeed":
+        raise UserError(f"parallel.deepspeed_config goes with parallel.data deepspeed, and this is {data}")
 
 
 __all__ = [

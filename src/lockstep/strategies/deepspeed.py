@@ -32,6 +32,8 @@ class DeepSpeed(Strategy):
 
     def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
         super().__init__(world, parallel, options)
+        if world.size == 1 and not torch.distributed.is_initialized():
+            raise UserError("parallel.data deepspeed needs ranks to shard over; start 2 or more with --nproc")
         self.deepspeed = import_deepspeed()
         if options.precision == "fp64":
             raise UserError("parallel.data deepspeed does not go with train.precision fp64: DeepSpeed does not know it")
