@@ -1,5 +1,7 @@
 """On a GPU: one is enough, its ranks share it over real NCCL."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from lockstep.comm.collectives import all_reduce_async
 from lockstep.comm.wire import Wire
 from lockstep.config import GPT, Config, Data, Train, load_config
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.strategies import available_strategies
+from lockstep.strategies import available_strategies, strategy_named
 from lockstep.training import train
 from lockstep.verify import Request, verify
 from lockstep.world import World
@@ -101,3 +103,41 @@ def refuses_cuda(world: World) -> None:
 
 def test_shm_refuses_cuda_tensors() -> None:
     on_gpu(refuses_cuda, 2)
+
+
+def short_gpt(name: str, offload: str, precision: str = "fp32") -> Config:
+    parallel = strategy_named(name)
+    parallel.offload = offload  # type: ignore[assignment]
+    settings = Train(steps=6, batch_size=8, optimizer="adamw", lr=1e-3, clip_norm=1.0, log_every=1, precision=precision)
+    model = GPT(d_model=64, layers=3, heads=4, context=32)
+    return Config(model, Data(name="text", max_bytes=200_000), settings, parallel)
+
+
+def train_offloaded(world: World) -> dict[str, list[float]]:
+    names = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
+    found = {name: train(world, short_gpt(name, "none"), quiet=True).losses for name in names}
+    found |= {f"{n} off": train(world, short_gpt(n, "cpu"), quiet=True).losses for n in names[1:]}
+    return found | {f"{n} bf16": train(world, short_gpt(n, "none", "bf16"), quiet=True).losses for n in names}
+
+
+def test_offload_and_bf16_under_sharding() -> None:
+    """Where the state lies changes nothing; in bf16 all go the same way."""
+    found = on_gpu(train_offloaded, 2)[0]
+    for name, losses in found.items():
+        tolerance = 0.05 if name.endswith("bf16") else 2e-4
+        assert losses == pytest.approx(found["bucketed"], abs=tolerance), name
+
+
+def test_a_checkpoint_moves_between_layouts_on_a_gpu(tmp_path: Path) -> None:
+    def go(name: str, ranks: int, steps: int, resume: bool) -> list[float]:
+        config = short_gpt(name, "none")
+        config.train.steps, config.train.schedule, config.checkpoint.every = steps, "constant", 3
+        source = tmp_path if resume else None
+        losses: list[float] = on_gpu(train, ranks, config, tmp_path, True, source)[0].losses
+        return losses
+
+    straight = go("bucketed", 2, 9, resume=False)
+    shutil.rmtree(tmp_path)
+    for name, ranks, steps in (("zero3", 2, 3), ("fsdp", 4, 6), ("zero2", 2, 9)):
+        losses = go(name, ranks, steps, resume=steps > 3)
+        assert losses == pytest.approx(straight[steps - 3 : steps], abs=2e-4), name
