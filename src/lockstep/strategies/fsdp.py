@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.data_parallel import broadcast_module
 from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.holdings import local
 from lockstep.strategies.zero import Sharded
 
 
@@ -43,15 +45,15 @@ class FSDP(Sharded):
     def _shard(self, model: nn.Module) -> None:
         options: dict[str, Any] = {"mesh": self._mesh()}
         compute = COMPUTE_DTYPES.get(self.options.precision)
-        if compute is not None:
-            options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=compute, reduce_dtype=torch.float32, output_dtype=torch.float32
-            )
+        inside = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32)
+        around = replace(inside, output_dtype=compute and torch.float32)  # the loss is taken in fp32
         if self.parallel.offload == "cpu":
             options["offload_policy"] = CPUOffloadPolicy()
         for _, block in blocks_of(model):
-            fully_shard(block, reshard_after_forward=self.parallel.sharding != "SHARD_GRAD_OP", **options)
-        fully_shard(model, reshard_after_forward=False, **options)  # backward begins with what lies outside the blocks
+            free = self.parallel.sharding != "SHARD_GRAD_OP"
+            fully_shard(block, reshard_after_forward=free, mp_policy=inside, **options)
+        # What lies outside the blocks is not freed: backward begins with it.
+        fully_shard(model, reshard_after_forward=False, mp_policy=around, **options)
         gather: Any = ObservedGather()
         scatter: Any = ObservedScatter()
         for module in model.modules():
@@ -63,21 +65,23 @@ class FSDP(Sharded):
 
     def _mesh(self) -> DeviceMesh:
         size, device = self.world.size, self.world.device.type
+        self.copies = 1
         if self.parallel.sharding == "NO_SHARD":
+            self.copies = size
             return init_device_mesh(device, (size, 1), mesh_dim_names=("replicate", "shard"))
         if self.parallel.sharding == "HYBRID_SHARD":
             shard = self.parallel.shard_size or ranks_of_a_copy(size)
             if size % shard:
                 raise UserError(f"parallel.shard_size {shard} does not divide the {size} ranks")
+            self.copies = size // shard
             return init_device_mesh(device, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
         if self.data_group is not None:
             return DeviceMesh.from_group(self.data_group, device)
         return init_device_mesh(device, (size,))
 
-    def gradient_norm(self) -> Tensor:
-        """DTensors know where their parts are: the norm is taken over all ranks."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.trainable() if p.grad is not None])
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    def local_gradients(self) -> list[Tensor]:
+        """This rank's parts: they may lie on the host, where no backend adds them up."""
+        return [local(gradient) for gradient in super().local_gradients()]
 
     def compute_precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if isinstance(self.model, FSDPModule) else super().compute_precision()  # the policy casts

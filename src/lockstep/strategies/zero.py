@@ -19,12 +19,15 @@ from lockstep.strategies.holdings import Holding
 class Sharded(Strategy):
     """What strategies have in common whose gradients are spread over the ranks."""
 
+    copies = 1
+    """Of the whole gradient that the ranks hold together."""
+
     def gradient_norm(self) -> Tensor:
         """Every rank knows its part: the squares are added up over the ranks."""
         gradients = self.local_gradients()
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
         squared = norm.to(self.world.device, torch.promote_types(norm.dtype, torch.float32)).square()
-        return all_reduce(squared, group=self.data_group, purpose="norm").sqrt()
+        return all_reduce(squared, group=self.data_group, purpose="norm").div_(self.copies).sqrt()
 
 
 class HandSharded(Sharded):
