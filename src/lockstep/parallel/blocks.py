@@ -1,6 +1,6 @@
 """Which modules of a model are its blocks: what is sharded, checkpointed or placed as one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -12,16 +12,20 @@ ShardBy = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[type[nn.Modul
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of everything with parameters that stands in a list or a row of modules: a GPT's blocks, a
-    ResNet's, an MLP's layers.
+    ResNet's, an MLP's layers. What a block itself is made of is part of it.
     """
-    found = []
+    found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, CONTAINERS):
+        if isinstance(module, CONTAINERS) and not any(_is_inside(name, block) for block in found.values()):
             prefix = f"{name}." if name else ""
             for key, child in module.named_children():
                 if not isinstance(child, CONTAINERS) and any(True for _ in child.parameters()):
-                    found.append((prefix + key, child))
-    return list(_without_repeats(found))
+                    found.setdefault(child, prefix + key)
+    return [(name, module) for module, name in found.items()]
+
+
+def _is_inside(name: str, block: str) -> bool:
+    return name.startswith(f"{block}.")
 
 
 def chosen_blocks(model: nn.Module, shard: ShardBy | None) -> list[tuple[str, nn.Module]]:
@@ -39,11 +43,3 @@ def chosen_blocks(model: nn.Module, shard: ShardBy | None) -> list[tuple[str, nn
             raise UserError(f"shard is {wanted}, but the model has no such module; it has {there}")
         return found
     return [(name, m) for name, m in model.named_modules() if shard(m)]
-
-
-def _without_repeats(found: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[nn.Module] = set()
-    for name, module in found:
-        if module not in seen:
-            seen.add(module)
-            yield name, module

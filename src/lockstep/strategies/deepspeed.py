@@ -41,7 +41,7 @@ class DeepSpeed(Strategy):
             raise UserError("parallel.data deepspeed does not go with train.compile; leave it out")
         self.dtype = torch.float32
         self.loss_scale = None  # fp16's is DeepSpeed's own
-        self.settings = deepspeed_settings(parallel, options, world.size)
+        self.settings = deepspeed_settings(parallel, options)
         self._gradients: dict[str, Tensor] = {}
 
     @property
@@ -256,7 +256,7 @@ def zero_settings(stage: int, offload: str, nvme_path: str) -> dict[str, Any]:
     return zero
 
 
-def deepspeed_settings(parallel: Parallel, options: StepOptions, world_size: int) -> dict[str, Any]:
+def deepspeed_settings(parallel: Parallel, options: StepOptions) -> dict[str, Any]:
     """What the engine is told: the user's file, if any, with everything that our own config decides filled in."""
     ours = our_fields(options)
     if parallel.deepspeed_config is None:
@@ -301,9 +301,9 @@ def refuse_contradictions(settings: dict[str, Any], ours: dict[str, tuple[str, A
         section, _, name = field.rpartition(".")
         given = (settings.get(section, {}) if section else settings).get(name, "auto")
         if given != "auto" and given != value:
-            shown = f"says {value}" if not field.endswith("enabled") else ("asks for it" if value else "does not")
             raise UserError(
-                f"{file}: {field} is {given}, but {key} {shown}; make them agree, or write auto in the file"
+                f"{file}: {field} is {json.dumps(given)}, but {key} means {json.dumps(value)}; make them agree, or "
+                f"write auto in the file"
             )
     micro = settings.get("train_micro_batch_size_per_gpu", "auto")
     if micro != "auto" and "train_batch_size" in ours:
@@ -343,7 +343,7 @@ def check_offload(zero: dict[str, Any]) -> None:
 
         if not AsyncIOBuilder().is_compatible(verbose=False):
             raise UserError(
-                "offload to nvme needs the libaio headers: apt install libaio-dev (dnf install libaio-devel)"
+                "offload nvme needs the libaio headers: apt install libaio-dev, or dnf install libaio-devel"
             )
     if "offload_param" in zero and zero.get("stage") != 3:
         raise UserError("DeepSpeed offloads parameters in stage 3 only; set parallel.zero_stage 3")
