@@ -47,6 +47,12 @@ def make_norm(shape: Shape) -> nn.Module:
     return nn.LayerNorm(shape.d_model) if shape.norm == "layernorm" else nn.RMSNorm(shape.d_model, eps=1e-5)
 
 
+def ends_branch(linear: nn.Linear, shape: Shape) -> nn.Linear:
+    """GPT-2: the residual stream adds up 2 x layers branches, so what ends one begins that much smaller."""
+    linear.initial_std = 0.02 / (2 * shape.layers) ** 0.5
+    return linear
+
+
 class Attention(nn.Module):
     """Causal self-attention; `kv_heads` < `heads` shares each key and value head among several queries."""
 
@@ -56,7 +62,7 @@ class Attention(nn.Module):
         kv_width = shape.kv_heads * shape.head_size
         bias = shape.norm == "layernorm"  # Llama's linear layers have none
         self.qkv = nn.Linear(shape.d_model, shape.d_model + 2 * kv_width, bias=bias)
-        self.output = nn.Linear(shape.d_model, shape.d_model, bias=bias)
+        self.output = ends_branch(nn.Linear(shape.d_model, shape.d_model, bias=bias), shape)
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         batch, tokens, d_model = x.shape
@@ -101,7 +107,7 @@ class FeedForward(nn.Module):
         self.gated = shape.activation == "swiglu"
         bias = shape.norm == "layernorm"
         self.up = nn.Linear(shape.d_model, shape.mlp_width * (2 if self.gated else 1), bias=bias)
-        self.down = nn.Linear(shape.mlp_width, shape.d_model, bias=bias)
+        self.down = ends_branch(nn.Linear(shape.mlp_width, shape.d_model, bias=bias), shape)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
@@ -137,22 +143,19 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = make_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocabulary, bias=False)
-        self.apply(self._initialize)
-        for (
-            name,
-            parameter,
-        ) in self.named_parameters():  # GPT-2: the residual stream adds up 2 x layers branches
-            if name.endswith(("attention.output.weight", "mlp.down.weight")):
-                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5)
+        self.apply(self.initialize)
         if shape.tied:
             self.head.weight = self.token_embedding.weight
 
     @staticmethod
-    def _initialize(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
+        """Fill one module's own parameters."""
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=getattr(module, "initial_std", 0.02))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
