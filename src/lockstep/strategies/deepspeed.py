@@ -32,8 +32,6 @@ class DeepSpeed(Strategy):
 
     def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
         super().__init__(world, parallel, options)
-        if world.size == 1 and not torch.distributed.is_initialized():
-            raise UserError("parallel.data deepspeed needs ranks to shard over; start 2 or more with --nproc")
         self.deepspeed = import_deepspeed()
         if options.precision == "fp64":
             raise UserError("parallel.data deepspeed does not go with train.precision fp64: DeepSpeed does not know it")
@@ -49,6 +47,9 @@ class DeepSpeed(Strategy):
         return int(self.settings["zero_optimization"]["stage"])
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        if not torch.distributed.is_initialized():  # it wants a group, also for one process
+            os.environ.setdefault("LOCAL_RANK", "0")
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.model = self.place(model)
         broadcast_module(self.model, self.data_group)
         offloaded = "offload_optimizer" in self.settings["zero_optimization"]
