@@ -1,5 +1,6 @@
 """The training loop: the same run with one process and with many, its metrics, and what it does with NaN."""
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from lockstep.launch import Launch, run_on_ranks
 from lockstep.strategies import STRATEGIES, VARIANTS, Strategy, available_strategies, strategy_named
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.training import TrainResult, prepare_strategy, train
+from lockstep.training.metrics import MetricsWriter
 from lockstep.training.optimizer import learning_rate
 from lockstep.world import World
 from tests.ranks import on_ranks
@@ -236,3 +238,18 @@ def test_compile_trains_alike() -> None:
     plain = train(World(), config, quiet=True).losses
     compiled = train(World(), replace(config, train=replace(config.train, compile=True)), quiet=True).losses
     assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_disk_that_fills_up_costs_the_records_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write("train", 1, {"loss": 1.0})
+        monkeypatch.setattr(metrics, "_write", full)
+        for step in (2, 3):
+            metrics.write("train", step, {"loss": 1.0})
+    assert capsys.readouterr().err.count("metrics end at step 2 (No space left on device)") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1

@@ -1,6 +1,7 @@
 """What a run reports: one record per logged step, to metrics.jsonl, to TensorBoard and to the progress bar."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -26,9 +27,14 @@ class MetricsWriter:
                 self._board = SummaryWriter(str(folder))
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if self._folder is not None:
-            with writing_to(self._folder):
-                self._write(kind, step, values)
+        """A disk that fills up in the middle of a run costs the records, not the run."""
+        if self._folder is None:
+            return
+        try:
+            self._write(kind, step, values)
+        except OSError as error:
+            print(f"{self._folder}: metrics end at step {step} ({error.strerror}); training goes on", file=sys.stderr)
+            self._folder = None
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         assert self._file is not None
