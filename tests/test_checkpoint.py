@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,16 @@ def wait_for_checkpoint(folder: Path, after: str) -> str:
     raise AssertionError("no checkpoint within 60 s")
 
 
+@pytest.fixture
+def _no_semaphores_left() -> Iterator[None]:
+    """Killed with everything around it, Python cannot take away the names of its semaphores."""
+    before = set(Path("/dev/shm").glob("sem.mp-*"))
+    yield
+    for name in set(Path("/dev/shm").glob("sem.mp-*")) - before:
+        name.unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("_no_semaphores_left")
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint_and_sigterm_saves(tmp_path: Path) -> None:
     """Killed while it saves every third step, twice; then ended by SIGTERM; each time the next goes on."""
     reached = ""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.collectives import barrier
 from lockstep.comm.ledger import active_ledger
 from lockstep.config import Parallel
 from lockstep.errors import UserError
@@ -63,6 +64,14 @@ class DeepSpeed(Strategy):
             )
         self.module = self.engine
         observe(self.deepspeed.comm.comm)
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """On the CPU it leaves buffers in /dev/shm for good: take their names away, now that all ranks have them."""
+        if self.world.device.type == "cpu":
+            barrier(self.data_group)
+            for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self.world.rank}"):
+                buffer.unlink(missing_ok=True)
 
     # ---- the step --------------------------------------------------------------------------------------------
 
