@@ -17,8 +17,10 @@ Whoever is killed before the rename leaves a `.part`, which the next run removes
 """
 
 import json
+import os
 import random
 import shutil
+import sys
 import threading
 import warnings
 from datetime import timedelta
@@ -44,6 +46,7 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in the run's folder."""
 LATEST = "latest"
 RUN = "run.json"
+LOWEST_PRIORITY = 19
 PATIENCE = timedelta(hours=1)
 """Ranks write at the speed of their disks."""
 
@@ -77,16 +80,27 @@ class Checkpoints:
         if strategy.loss_scale is not None:
             run["loss_scale"] = strategy.loss_scale.state_dict()
         if self.asynchronous and not wait:
-            self._saving = threading.Thread(target=self._write, args=(state, run), name="checkpoint", daemon=True)
+            self._saving = threading.Thread(target=self._write_beside, args=(state, run), daemon=True)
             self._saving.start()
         else:
             self._write(state, run)
+
+    @property
+    def saving(self) -> bool:
+        """A save is on its way."""
+        return self._saving is not None and self._saving.is_alive()
 
     def wait(self) -> None:
         """Until the last save is done, well or not."""
         if self._saving is not None:
             self._saving.join()
             self._saving = None
+
+    def _write_beside(self, state: dict[str, Any], run: dict[str, Any]) -> None:
+        """On a core that training has no use for at the moment: there is no hurry."""
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        self._write(state, run)
 
     def _write(self, state: dict[str, Any], run: dict[str, Any]) -> None:
         name = f"step-{run['step']:08d}"

@@ -1,0 +1,65 @@
+"""What saving beside training costs: steps while a checkpoint is written against steps while none is.
+
+python docs/results/measure_saving.py
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from lockstep.config import load_config
+from lockstep.data import read_share
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.training.checkpoint import Checkpoints
+from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.world import World
+
+ROUNDS, STEPS = 3, 3
+CONFIG = Path(__file__).parents[2] / "configs" / "bench_gpt25m.yaml"
+
+
+def measure(world: World, folder: Path) -> str:
+    config = load_config(CONFIG)
+    config.train.optimizer, config.parallel.data = "adamw", "zero3"
+    dataset = load_data(world, config)
+    strategy = prepare_strategy(world, config, dataset)
+    batch = read_share(dataset.train, torch.arange(config.train.batch_size), strategy.batch_share())
+    beside = Checkpoints(world, folder / "beside")
+    blocking = Checkpoints(world, folder / "blocking", asynchronous=False, group=beside.group)
+    times: dict[str, list[float]] = {"step": [], "step while saving": [], "stop": [], "blocking save": []}
+
+    def timed(what: str, action: object) -> None:
+        dist.barrier()
+        start = time.perf_counter()
+        action()  # type: ignore[operator]
+        times[what].append(1e3 * (time.perf_counter() - start))
+
+    for _ in range(STEPS):
+        strategy.step(batch)
+    for number in range(ROUNDS):
+        for _ in range(STEPS):
+            timed("step", lambda: strategy.step(batch))
+        timed("stop", lambda number=number: beside.save(strategy, {"step": number}))
+        while any_rank_saves(beside):
+            timed("step while saving", lambda: strategy.step(batch))
+        timed("blocking save", lambda number=number: blocking.save(strategy, {"step": number}))
+    assert beside.problem is None
+    assert blocking.problem is None
+    ratio = median(times["step while saving"]) / median(times["step"])
+    shown = ", ".join(f"{what} {median(ms):.0f} ms ({len(ms)})" for what, ms in times.items())
+    return f"{shown}; a step while saving takes {ratio:.2f} of one without"
+
+
+def any_rank_saves(checkpoints: Checkpoints) -> bool:
+    flag = torch.tensor(float(checkpoints.saving))
+    dist.all_reduce(flag)
+    return bool(flag > 0)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        print(run_on_ranks(measure, Path(place), launch=Launch(nproc=2, device="cpu"))[0])
