@@ -2,6 +2,7 @@
 
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.collectives import all_reduce, all_reduce_async, new_buffer
+from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.board import CELL_BYTES
 from lockstep.comm.shm.shared import held_bytes
 from lockstep.world import World
@@ -275,6 +277,22 @@ def check_groups(world: World) -> None:
     assert bool((world_tensor == world.size**3).all())
 
 
+def check_slow_maker(world: World) -> None:
+    """Who makes the shared memory is slow at it: the others must not use it before it is prepared."""
+    prepare = semaphore.initialize
+
+    def slowly(address: int, value: int) -> None:
+        time.sleep(0.01)
+        prepare(address, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(semaphore, "initialize", slowly)
+        group = dist.new_group(timeout=timedelta(seconds=10))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == world.size
+
+
 def check_shared(world: World) -> None:
     """Tensors made in shared memory: reduced where they lie, freed when they are no longer used, odd lengths too."""
     for length in (1, world.size - 1, 1000, 300_001):
@@ -316,7 +334,7 @@ def test_operations(nproc: int) -> None:
         nproc,
         (
             *("reductions", "same_bits", "collectives", "messages", "first_receive", "groups", "overlap", "shared"),
-            *("callbacks", "mistakes_do_not_poison", "layouts", "beside_by_hand"),
+            *("callbacks", "mistakes_do_not_poison", "layouts", "beside_by_hand", "slow_maker"),
         ),
         timeout=100,
     )

@@ -58,14 +58,12 @@ class Board:
         peers: dict[int, semaphore.Peer],
         timeout: float,
         lane: Lane,
-        initialize: bool,
     ) -> None:
-        """`peers`: all ranks of the group but this one. Who made the segment has to initialize it."""
+        """`peers`: all ranks of the group but this one. Who made the segment has prepared it (`prepare_board`)."""
         self._lane = lane
         self.rank, self.size, self.peers, self.timeout = rank, len(peers) + 1, peers, timeout
         self.others = sorted(peers)
         memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
-        self._semaphores = memory.data_ptr()
         cells = memory[_head_bytes(self.size) :].view(self.size, DEPTH, CELL_BYTES)
         start = 2 * self.size * self.size * semaphore.SIZE
         self._titles = memoryview(segment.memory)[start : start + 8 * self.size * DEPTH].cast("q")
@@ -74,21 +72,11 @@ class Board:
         self._written = 0
         self._read = [0] * self.size
         # Of each pair of ranks: `shown` is posted by the writer, `let go` by the reader.
-        self._to_show = [self._address(0, rank, other) for other in self.others]
-        self._shown = {other: self._address(0, other, rank) for other in self.others}
-        self._to_let_go = {other: self._address(1, rank, other) for other in self.others}
-        self._let_go = [(self._address(1, other, rank), peers[other]) for other in self.others]
-        if initialize:
-            self._initialize()
-
-    def _address(self, kind: int, poster: int, waiter: int) -> int:
-        return self._semaphores + ((kind * self.size + poster) * self.size + waiter) * semaphore.SIZE
-
-    def _initialize(self) -> None:
-        for poster in range(self.size):
-            for waiter in range(self.size):
-                semaphore.initialize(self._address(0, poster, waiter), 0)
-                semaphore.initialize(self._address(1, poster, waiter), DEPTH)
+        shown, let_go = _semaphores(memory, self.size)
+        self._to_show = [shown[rank][other] for other in self.others]
+        self._shown = {other: shown[other][rank] for other in self.others}
+        self._to_let_go = {other: let_go[rank][other] for other in self.others}
+        self._let_go = [(let_go[other][rank], peers[other]) for other in self.others]
 
     def begin(self, operation: str, nbytes: int = 0, dtype: torch.dtype = torch.uint8) -> None:
         """From here on, every cell shown says what it belongs to, and every cell looked at must belong to the same.
@@ -145,6 +133,22 @@ DTYPES = {dtype: number for number, dtype in enumerate(_DTYPES)}
 def _read_title(title: int) -> str:
     operation, dtype, nbytes = _OPERATIONS[title >> 56], _DTYPES[title >> 48 & 0xFF], title & (1 << 48) - 1
     return f"{operation} of {nbytes // dtype.itemsize} {str(dtype).removeprefix('torch.')} elements"
+
+
+def _semaphores(memory: Tensor, size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Addresses, by who posts and who waits: of those that say `shown`, and of those that say `let go`."""
+    numbers = torch.arange(2 * size * size).view(2, size, size)
+    shown, let_go = (numbers * semaphore.SIZE + memory.data_ptr()).tolist()
+    return shown, let_go
+
+
+def prepare_board(segment: Segment, size: int) -> None:
+    """Before anybody else can see it: a rank that came early would show a cell, and have it taken back here."""
+    shown, let_go = _semaphores(torch.frombuffer(segment.memory, dtype=torch.uint8), size)
+    for kind, value in ((shown, 0), (let_go, DEPTH)):
+        for row in kind:
+            for address in row:
+                semaphore.initialize(address, value)
 
 
 def _head_bytes(size: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.comm.lane import Lane, LaneWork
 from lockstep.comm.reduction import reduction
 from lockstep.comm.shm import memory, operations
-from lockstep.comm.shm.board import Board, board_bytes
+from lockstep.comm.shm.board import Board, board_bytes, prepare_board
 from lockstep.comm.shm.mailbox import Inbox, Mailbox, Outbox
 from lockstep.comm.shm.meeting import Meeting
 from lockstep.comm.shm.segment import Segment
@@ -45,9 +45,9 @@ class ShmGroup(dist.ProcessGroup):
     def _open_board(self) -> Board:
         meeting = self._meeting
         if self._size == 1:
-            return Board(Segment.private(board_bytes(1)), 0, {}, meeting.timeout, self._collectives, initialize=True)
-        segment = meeting.make_segment(board_bytes(self._size))
-        board = Board(segment, self._rank, meeting.peers, meeting.timeout, self._collectives, self._rank == 0)
+            return Board(Segment.private(board_bytes(1)), 0, {}, meeting.timeout, self._collectives)
+        segment = meeting.make_segment(board_bytes(self._size), partial(prepare_board, size=self._size))
+        board = Board(segment, self._rank, meeting.peers, meeting.timeout, self._collectives)
         operations.barrier(board)
         meeting.forget(segment)
         return board

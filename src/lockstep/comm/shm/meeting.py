@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,8 +42,10 @@ class Meeting:
             raise ValueError(f"rank {self.rank} of {self.size} cannot send to or receive from rank {other}")
         return self.peers[other]
 
-    def make_segment(self, nbytes: int) -> Segment:
-        """Memory of all ranks, who ask for it together; the first one makes it. No room is an error on every rank.
+    def make_segment(self, nbytes: int, prepare: Callable[[Segment], None] | None = None) -> Segment:
+        """Memory of all ranks, who ask for it together; the first one makes it, prepares it, and tells the others.
+
+        No room is an error on every rank.
 
         It has a name until `forget`, which all call once all have it.
         """
@@ -58,6 +61,8 @@ class Meeting:
         except UserError:
             self._store.set(key, NO_ROOM)
             raise
+        if prepare is not None:
+            prepare(segment)
         self._store.set(key, segment.name)
         return segment
 
