@@ -17,7 +17,7 @@ from lockstep.models.lora import add_lora, merge_lora
 from lockstep.models.loss import loss_for
 from lockstep.parallel.recompute import recompute
 from lockstep.strategies import StepOptions, available_strategies
-from lockstep.strategies.deepspeed import deepspeed_settings, zero_settings
+from lockstep.strategies.deepspeed_settings import deepspeed_settings, zero_settings
 from lockstep.training import train
 from lockstep.training.export import export_weights, load_model
 from lockstep.training.generate import generate, through_deepspeed

@@ -16,6 +16,7 @@ from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.strategies import STRATEGIES, VARIANTS, Strategy, available_strategies, strategy_named
 from lockstep.strategies.loss_scale import LossScale
+from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.training import TrainResult, prepare_strategy, train
 from lockstep.training.metrics import MetricsWriter
 from lockstep.training.optimizer import learning_rate
@@ -104,7 +105,7 @@ def nan_on_one_rank(world: World) -> dict[str, Any]:
             inputs[0, 0, 0, 0] = float("nan")
         before = strategy.full_state_dict()
         result = strategy.step(Batch(inputs, good.targets))
-        where = strategy.locate_nonfinite(Batch(inputs, good.targets))
+        where = locate_nonfinite(strategy, Batch(inputs, good.targets))
         kept = all(torch.equal(t, before[n]) for n, t in strategy.full_state_dict().items())
         after = strategy.step(good)
         found[name] = (result.skipped, kept, where, after.skipped, after.loss == after.loss)

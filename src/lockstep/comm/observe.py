@@ -1,9 +1,15 @@
-"""Watching an engine that we did not write: a process group that notes each collective and passes it on.
+"""Watching engines that we did not write: each collective is noted and passed on.
 
-PyTorch's engines take any process group, also one written in Python. This one hands every call to the real group and
-returns the real group's work, so that the engine runs its own code at its own speed; only the ledger knows.
+    ObservedGroup   PyTorch's DDP takes any process group, also one written in Python. This one hands every call to the
+                    real group and returns the real group's work
+    observed        around a collective that an engine lets us issue for it (FSDP2)
+    note_calls      on an object of which an engine calls methods that communicate (DeepSpeed)
+
+The engine runs its own code at its own speed; only the ledger knows.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,3 +69,42 @@ class ObservedGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self.inner.group_name
+
+
+@contextmanager
+def observed(operation: str, purpose: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    ledger = active_ledger()
+    entry = ledger.add(operation, purpose, group.size(), tensor.nbytes) if ledger is not None else None
+    yield
+    if entry is not None and tensor.device.type == "cpu":
+        entry.wait_started, entry.wait_ended = entry.issued, mark(tensor.device)
+
+
+Watched = dict[str, tuple[str, str, int]]
+"""Method -> (operation, purpose, which argument is the whole array)."""
+
+
+def note_calls(target: Any, watched: Watched) -> None:
+    """Have these methods of `target` write themselves into the ledger; asked for again, it does nothing."""
+    if getattr(target, "noted_by_lockstep", False):
+        return
+    target.noted_by_lockstep = True
+    for name, (operation, purpose, position) in watched.items():
+        setattr(target, name, _noting(getattr(target, name), operation, purpose, position))
+
+
+def _noting(call: Any, operation: str, purpose: str, position: int) -> Any:
+    names = ("output_tensor", "input_tensor") if operation in ("all_gather", "reduce_scatter") else ("tensor",)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        ledger = active_ledger()
+        if ledger is not None:
+            tensor = args[position] if len(args) > position else kwargs[names[position]]
+            group = kwargs.get("group")
+            size = dist.get_world_size(group)
+            small = tensor.numel() <= 1  # the norm
+            if size > 1:
+                ledger.add(operation, "norm" if small else purpose, size, tensor.nbytes)
+        return call(*args, **kwargs)
+
+    return noted

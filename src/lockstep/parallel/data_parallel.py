@@ -20,24 +20,23 @@ by order, and a rank that skips a parameter must not swap two of them.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.by_hand import check_algorithm
-from lockstep.comm.collectives import Group, all_gather, all_gather_objects, broadcast, group_size
+from lockstep.comm.collectives import Group, all_gather, group_size
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
 from lockstep.parallel.compression import make_reducer
+from lockstep.parallel.wrapper import GradientWrapper, broadcast_module, check_same_model
 
 Sync = Literal["naive", "flat", "overlap", "bucketed"]
 MIB = 1024 * 1024
 
 
-class DataParallel(nn.Module):
+class DataParallel(GradientWrapper):
     """Wraps a module; call it like the module, and `finish_gradient_synchronization()` between backward and step.
 
     model = DataParallel(model, sync="bucketed")
@@ -58,13 +57,11 @@ class DataParallel(nn.Module):
         algorithm: str = "native",
     ) -> None:
         """`algorithm`: the backend's own all-reduce, one of `comm/algorithms.py` (ring, tree, ...), or auto."""
-        super().__init__()
+        super().__init__(module, process_group)
         if sync not in get_args(Sync):
             raise UserError(f"sync is {sync!r}, but it must be one of {', '.join(get_args(Sync))}")
         check_algorithm(algorithm)
-        self.module, self.sync, self.group = module, sync, process_group
-        self._size = group_size(process_group)
-        self._synchronizing = True
+        self.sync, self._size = sync, group_size(process_group)
         check_same_model(module, process_group)
         broadcast_module(module, process_group)
 
@@ -90,12 +87,7 @@ class DataParallel(nn.Module):
             return assign_buckets(parameters, bucket_mb * MIB, FIRST_BUCKET_SHARE * bucket_mb * MIB)
         return [[p] for p in reversed(parameters)]
 
-    # ---- forward and backward --------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._synchronizing and self.training and torch.is_grad_enabled():
-            broadcast_buffers(self.module, self.group)
-        return self.module(*args, **kwargs)
+    # ---- backward ----------------------------------------------------------------------------------------
 
     def _watch(self, parameter: nn.Parameter, number: int, index: int) -> None:
         """Have autograd call us each time it has added to a parameter's gradient.
@@ -178,15 +170,6 @@ class DataParallel(nn.Module):
             self.forget_step()
         super().zero_grad(set_to_none)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to each rank's own gradients; the next backward outside averages the sum."""
-        before, self._synchronizing = self._synchronizing, False
-        try:
-            yield
-        finally:
-            self._synchronizing = before
-
     # ---- state -------------------------------------------------------------------------------------------
 
     def reducer_state(self) -> list[dict[str, Tensor]]:
@@ -201,56 +184,6 @@ class DataParallel(nn.Module):
     def load_reducer_state(self, states: list[dict[str, Tensor]]) -> None:
         for reducer, state in zip(self._reducers, states, strict=True):
             reducer.load_state(state)
-
-
-# ---- what ranks must agree on before they start -----------------------------------------------------------
-
-
-def check_same_model(module: nn.Module, group: Group = None) -> None:
-    """Refuse, on every rank alike, models that differ between ranks: their collectives would mismatch or hang."""
-    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
-    everyone = all_gather_objects(mine, group)
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        if len(theirs) != len(everyone[0]):
-            raise UserError(
-                f"rank {rank} has {len(theirs)} parameters and rank 0 has {len(everyone[0])}: build the same model"
-            )
-        a, b = next(pair for pair in zip(theirs, everyone[0], strict=True) if pair[0] != pair[1])
-        raise UserError(f"rank {rank} has parameter {a} where rank 0 has {b}: build the same model on every rank")
-
-
-@torch.no_grad()
-def broadcast_module(module: nn.Module, group: Group = None) -> None:
-    """Give every rank the first rank's parameters, frozen ones too, and buffers."""
-    if group_size(group) == 1:
-        return
-    for tensor in [*module.parameters(), *module.buffers()]:
-        broadcast_tensor(tensor, group)
-
-
-@torch.no_grad()
-def broadcast_tensor(tensor: Tensor, group: Group = None) -> None:
-    """Everybody takes the first rank's, in place, also where it is not contiguous."""
-    if tensor.is_contiguous():
-        broadcast(tensor.data, group=group, purpose="parameters")
-    else:
-        tensor.data.copy_(broadcast(tensor.data.contiguous(), group=group, purpose="parameters"))
-
-
-@torch.no_grad()
-def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
-    """Before a forward pass: everybody starts from the first rank's running statistics, one broadcast per dtype."""
-    if group_size(group) == 1:
-        return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in module.buffers():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = broadcast(torch.cat([b.reshape(-1) for b in buffers]), group=group, purpose="buffers")
-        for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(part.view_as(buffer))
 
 
 # ---- sparse gradients ---------------------------------------------------------------------------------------

@@ -18,60 +18,25 @@ computes. How the communication goes, per step, with three units:
 3Ψ(n-1)/n in all, for memory of (parameters + gradients + optimizer state) / n and one or two units. Parameters outside
 every unit are held by every rank and their gradients all-reduced; so are those that two units share.
 
-`shard_unit.py` is the unit: its two bodies, its buffers. This file is when which of them does what.
+`shard_unit.py` is the unit: its two bodies, its buffers; `sharded_module.py` the module cut into units. This file is
+when which of them does what.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lockstep.comm.collectives import (
-    Group,
-    all_reduce,
-    all_reduce_async,
-    broadcast,
-    group_rank,
-    group_size,
-    new_buffer,
-)
-from lockstep.errors import UserError
-from lockstep.parallel.blocks import ShardBy, chosen_blocks
-from lockstep.parallel.data_parallel import broadcast_buffers, broadcast_tensor, check_same_model
-from lockstep.parallel.flat import Piece
-from lockstep.parallel.shard_unit import Owner, ShardUnit
-
-CPU = torch.device("cpu")
-BATCH_NORM = nn.modules.batchnorm._BatchNorm
-Initialize = Callable[[nn.Module], None]
+from lockstep.comm.collectives import Group, all_reduce, group_size, new_buffer
+from lockstep.parallel.blocks import ShardBy
+from lockstep.parallel.shard_unit import ShardUnit
+from lockstep.parallel.sharded_module import Block, Initialize, ShardedModule
+from lockstep.parallel.wrapper import Flags
 
 
-class Block:
-    """A module whose parameters are gathered together: its units (one per dtype, trained and frozen apart)."""
-
-    def __init__(self, module: nn.Module, units: list[ShardUnit], is_root: bool) -> None:
-        self.module, self.units, self.is_root = module, units, is_root
-        self.whole_before = False
-        """Before its forward began."""
-
-    def gather(self) -> None:
-        for unit in self.units:
-            unit.gather()
-
-    def use(self) -> None:
-        for unit in self.units:
-            unit.use()
-
-    def free(self) -> None:
-        for unit in self.units:
-            unit.free()
-
-
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(ShardedModule):
     """Wraps a module; call it like the module, and `finish_gradient_synchronization()` between backward and step.
 
     model = FullyShardedDataParallel(model, shard=Block)
@@ -99,20 +64,8 @@ class FullyShardedDataParallel(nn.Module):
         pieces in the host's memory. `device`: where to compute, for a module on the meta device; `initialize` then
         fills each submodule (default: its `reset_parameters`), one unit at a time.
         """
-        super().__init__()
-        self.module, self.group, self.prefetch = module, process_group, prefetch
-        self.reshard_after_forward, self.compute_dtype = reshard_after_forward, compute_dtype
-        self._size = group_size(process_group)
-        self._synchronizing = True
-        self._device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
-        if self._device.type == "meta":
-            self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
-        self._shard_device = CPU if offload else self._device
-        check_same_model(module, process_group)
-        self.blocks: list[Block] = []
-        self.rest: list[ShardUnit] = []
-        self._make_units(shard, initialize)
-        self._broadcast_buffers_once()
+        super().__init__(module, shard, compute_dtype, process_group, device, offload, initialize)
+        self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self._order: list[Block] = []  # as their forward began, in the last pass
         self._order_before: list[Block] = []
         self._backward_runs = False
@@ -122,85 +75,6 @@ class FullyShardedDataParallel(nn.Module):
         for block in self.blocks:
             if not block.is_root:
                 self._watch(block)
-
-    # ---- which parameter belongs where -----------------------------------------------------------------------
-
-    def _make_units(self, shard: ShardBy | None, initialize: Initialize | None) -> None:
-        chosen = dict(chosen_blocks(self.module, shard))
-        places, homes = self._homes(chosen)
-        for name, module in chosen.items():
-            mine = {p: places[p] for p in places if homes[p] == {name}}
-            units = self._units(mine, replicated=False, initialize=initialize)
-            if units:
-                self.blocks.append(Block(module, units, is_root=module is self.module))
-        outside = {p: places[p] for p in places if len(homes[p]) > 1 or homes[p] == {None}}
-        self.rest = self._units(outside, replicated=True, initialize=initialize)
-
-    def _homes(
-        self, chosen: dict[str, nn.Module]
-    ) -> tuple[dict[nn.Parameter, list[Owner]], dict[nn.Parameter, set[str | None]]]:
-        """Of every parameter: all its places, and the innermost chosen modules that those lie in."""
-        places: dict[nn.Parameter, list[Owner]] = {}
-        homes: dict[nn.Parameter, set[str | None]] = {}
-        for path, module in self.module.named_modules(remove_duplicate=False):
-            around = [n for n in chosen if n == path or n == "" or path.startswith(n + ".")]
-            home = max(around, key=len, default=None)
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                homes.setdefault(parameter, set()).add(home)  # a module that stands in two blocks has two
-                if (module, name) not in places.setdefault(parameter, []):
-                    places[parameter].append((module, name))
-        return places, homes
-
-    def _units(
-        self, owners: dict[nn.Parameter, list[Owner]], replicated: bool, initialize: Initialize | None
-    ) -> list[ShardUnit]:
-        """One for each dtype, trained and frozen apart. Batch norms, whose statistics are fp32, compute in fp32."""
-        alike: dict[tuple[torch.dtype, torch.dtype | None, bool], dict[nn.Parameter, list[Owner]]] = {}
-        for parameter, places in owners.items():
-            dtype = None if all(isinstance(m, BATCH_NORM) for m, _ in places) else self.compute_dtype
-            alike.setdefault((parameter.dtype, dtype, parameter.requires_grad), {})[parameter] = places
-        empty = [module for p, places in owners.items() if p.device.type == "meta" for module, _ in places]
-        for parameter in owners:
-            if parameter.device.type != "meta":
-                broadcast_tensor(parameter, self.group)
-        devices = self._device, self._shard_device
-        units = [
-            ShardUnit(owned, self.group, dtype, *devices, replicated=replicated)
-            for (_, dtype, _), owned in alike.items()
-        ]
-        if empty:
-            self._initialize(units, list(dict.fromkeys(empty)), initialize or reset_parameters)
-        return units
-
-    @torch.no_grad()
-    def _initialize(self, units: list[ShardUnit], empty: list[nn.Module], initialize: Initialize) -> None:
-        """Fill what was on the meta device: whole for a moment, then each rank keeps its piece of rank 0's."""
-        for unit in units:
-            unit.use()
-        for module in empty:
-            self._give_buffers(module)
-            initialize(module)
-        for unit in units:
-            for body in unit.bodies:
-                broadcast(body.data, group=self.group, purpose="parameters")
-            unit.keep_own_piece()
-            unit.free()
-
-    def _give_buffers(self, module: nn.Module) -> None:
-        """Memory where we compute; what was on the meta device has no values to keep."""
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                on_meta = buffer.device.type == "meta"
-                module._buffers[key] = (
-                    torch.zeros_like(buffer, device=self._device) if on_meta else buffer.to(self._device)
-                )
-
-    def _broadcast_buffers_once(self) -> None:
-        for module in self.module.modules():
-            self._give_buffers(module)
-        broadcast_buffers(self.module, self.group)
 
     def _make_buffers(self) -> dict[torch.dtype, Tensor]:
         """One buffer of whole gradients per dtype, which all units use in turn.
@@ -212,17 +86,10 @@ class FullyShardedDataParallel(nn.Module):
             lengths[unit.dtype] = max(lengths.get(unit.dtype, 0), unit.layout.length)
         return {dtype: new_buffer(length, dtype, self._device, self.group) for dtype, length in lengths.items()}
 
-    def units(self) -> list[ShardUnit]:
-        return [*(unit for block in self.blocks for unit in block.units), *self.rest]
-
-    def trained_units(self) -> list[ShardUnit]:
-        return [unit for unit in self.units() if unit.trainable]
-
     # ---- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._synchronizing and self.training and torch.is_grad_enabled():
-            broadcast_buffers(self.module, self.group)
+        self.synchronize_buffers()
         self._order_before, self._order = self._order or self._order_before, []
         self._backward_runs = False
         outside = self._outside()
@@ -370,14 +237,11 @@ class FullyShardedDataParallel(nn.Module):
                 if not unit.reduced:
                     self._reduce(unit)
             late_here = any(unit.has_gradients() for unit in units)
-            flags = torch.tensor([*(used for unit in units for used in unit.used), late_here], dtype=torch.float32)
-            flags = flags.to(self._device)
-            telling = all_reduce_async(flags, group=self.group, purpose="flags")
+            flags = Flags([used for unit in units for used in unit.used], late_here, self._device, self.group)
             for unit in units:
                 unit.finish_reduce()
                 unit.reduced = False
-            telling.wait()
-            *used, late = (flags > 0).tolist()
+            used, late = flags.read()
         position = 0
         for unit in units:
             unit.hand_over(used[position : position + len(unit.used)])
@@ -388,15 +252,6 @@ class FullyShardedDataParallel(nn.Module):
         while self._next >= 0:
             self._come_to(self._order[self._next])
         self._backward_runs = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to each rank's own whole gradients; the next backward outside averages the sum."""
-        before, self._synchronizing = self._synchronizing, False
-        try:
-            yield
-        finally:
-            self._synchronizing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for unit in self.units():
@@ -409,7 +264,7 @@ class FullyShardedDataParallel(nn.Module):
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for unit in self.units():
             gradients = [p.grad for p in unit.parameters if p.grad is not None and p.grad.numel()]
-            share = 1.0 / self._size if unit.replicated else 1.0
+            share = 1.0 / group_size(self.group) if unit.replicated else 1.0
             if gradients:
                 squares += nn.utils.get_total_norm(gradients).to(squares) ** 2 * share
         return all_reduce(squares, group=self.group, purpose="norm").sqrt()
@@ -423,74 +278,6 @@ class FullyShardedDataParallel(nn.Module):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         return norm
-
-    # ---- state -----------------------------------------------------------------------------------------------
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """With the module's own names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    @torch.no_grad()
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of every parameter, in the master's dtype; tied ones come under each of their names.
-
-        Every rank must go through it. One unit is whole at a time: copy what is to stay.
-        """
-        names = self._names()
-        for unit in self.units():
-            for parameter, whole in zip(unit.parameters, unit.whole_masters(), strict=True):
-                yield from ((name, whole) for name in names[parameter])
-
-    @torch.no_grad()
-    def full_state_dict(self, only_rank: int | None = None) -> dict[str, Tensor]:
-        """The module's state_dict, as if it were not sharded; on every rank, or on the host of one only.
-
-        A rank that keeps nothing needs memory for its share and one unit.
-        """
-        keep = only_rank is None or group_rank(self.group) == only_rank
-        found: dict[str, Tensor] = {}
-        for name, whole in self.whole_parameters():
-            if keep:
-                found[name] = whole.clone() if only_rank is None else whole.to(CPU, copy=True)
-        state = self.module.state_dict()
-        return {name: found.get(name, value.detach().clone()) for name, value in state.items()} if keep else {}
-
-    def unreduced_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """This rank's own whole gradients, by name, where `no_sync` has left them."""
-        names = self._names()
-        for unit in self.trained_units():
-            for index in unit.trainable:
-                yield names[unit.parameters[index]][0], unit.bodies[index].grad
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients by name, of the parameters that have one. For looking at: training never needs them."""
-        names, found = self._names(), {}
-        for unit in self.trained_units():
-            gradients = unit.whole_gradients()
-            for index in unit.trainable:
-                if unit.parameters[index].grad is not None:
-                    found[names[unit.parameters[index]][0]] = gradients[index]
-        return found
-
-    def pieces(self) -> Iterator[tuple[ShardUnit, str, nn.Parameter, torch.Size, Piece]]:
-        """Every parameter that this rank holds anything of: its unit, first name, shape, and which part it holds."""
-        names = self._names()
-        for unit in self.units():
-            for index, piece in unit.pieces.items():
-                parameter = unit.parameters[index]
-                yield unit, names[parameter][0], parameter, unit.shapes[index], piece
-
-    def _names(self) -> dict[nn.Parameter, list[str]]:
-        """Sharded or whole, a parameter is found under its names."""
-        names: dict[nn.Parameter, list[str]] = {}
-        places = {place: p for unit in self.units() for p, owners in unit.owners.items() for place in owners}
-        for path, module in self.module.named_modules(remove_duplicate=False):
-            for name in module._parameters:
-                if (module, name) in places:
-                    names.setdefault(places[module, name], []).append(f"{path}.{name}" if path else name)
-        return names
 
 
 class _BackwardIsOver(torch.autograd.Function):
@@ -510,14 +297,3 @@ class _BackwardIsOver(torch.autograd.Function):
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def reset_parameters(module: nn.Module) -> None:
-    """PyTorch's own way of filling a module's parameters."""
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise UserError(
-            f"{type(module).__name__} is on the meta device and has no reset_parameters; give initialize=, a function "
-            f"that fills one module's own parameters"
-        )
-    reset()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import Group, all_reduce, group_size
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import assign_buckets
-from lockstep.parallel.data_parallel import broadcast_module, check_same_model
+from lockstep.parallel.wrapper import broadcast_module, check_same_model
 
 CHUNK_BYTES = 25 * 1024 * 1024
 

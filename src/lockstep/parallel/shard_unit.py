@@ -67,7 +67,6 @@ class ShardUnit:
         self._make_bodies()
         self.gathering: Pending | None = None
         self.gathered = False
-        self.in_backward = False
         self.used = [False] * len(self.parameters)
         """By this rank, since the gradients were last zeroed."""
         self.reduced = False

@@ -15,22 +15,18 @@ That is an all-reduce cut in two, with the optimizer in between: the same bytes 
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import (
     Pending,
-    all_reduce_async,
     new_buffer,
     reduce_scatter_async,
 )
 from lockstep.errors import UserError
-from lockstep.parallel.data_parallel import broadcast_buffers, broadcast_module, check_same_model
 from lockstep.parallel.sharded_optimizer import ParameterBucket, ShardedOptimizer
+from lockstep.parallel.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
 
 
 class GradientBucket:
@@ -93,7 +89,7 @@ class GradientBucket:
         self.used = [False] * len(self.views)
 
 
-class ShardedDataParallel(nn.Module):
+class ShardedDataParallel(GradientWrapper):
     """Wraps a module whose parameters a `ShardedOptimizer` has; call it like the module.
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -105,16 +101,14 @@ class ShardedDataParallel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, stage: int = 2) -> None:
-        super().__init__()
+        super().__init__(module, optimizer.process_group)
         if stage not in (1, 2):
             raise UserError(f"stage is {stage}, but it must be 1 or 2; stage 3 is FullyShardedDataParallel")
-        group = optimizer.process_group
-        self.module, self.optimizer, self.stage, self.group = module, optimizer, stage, group
-        self._synchronizing = True
+        self.optimizer, self.stage = optimizer, stage
         self._times_zeroed = optimizer.times_zeroed
         self._check_parameters()
-        check_same_model(module, group)
-        broadcast_module(module, group)
+        check_same_model(module, self.group)
+        broadcast_module(module, self.group)
         self.buckets = self._make_buckets(optimizer.buckets)
         self._launched = 0  # buckets of this round that are on their way: always the first ones
         for number, bucket in enumerate(self.buckets):
@@ -139,12 +133,7 @@ class ShardedDataParallel(nn.Module):
         like = buckets[0].flat
         return new_buffer(max(b.layout.length for b in buckets), like.dtype, like.device, self.group)
 
-    # ---- forward and backward --------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._synchronizing and self.training and torch.is_grad_enabled():
-            broadcast_buffers(self.module, self.group)
-        return self.module(*args, **kwargs)
+    # ---- backward --------------------------------------------------------------------------------------------
 
     def _watch(self, parameter: nn.Parameter, number: int, index: int) -> None:
         """Have autograd tell us of each gradient; weakly, as the module may outlive the wrapper."""
@@ -196,15 +185,13 @@ class ShardedDataParallel(nn.Module):
             while self._launched < len(self.buckets):
                 self._launch_next()
             late_here = any(p.grad is not None for b in self.buckets for p in b.bucket.parameters)
-            flags = torch.tensor([*(u for b in self.buckets for u in b.used), late_here], dtype=torch.float32)
-            flags = flags.to(self.buckets[0].own.device) if self.buckets else flags
-            telling = all_reduce_async(flags, group=self.group, purpose="flags")
+            device = self.buckets[0].own.device if self.buckets else torch.device("cpu")
+            flags = Flags([u for b in self.buckets for u in b.used], late_here, device, self.group)
             for bucket in self.buckets:
                 bucket.wait()
                 bucket.begin_round()
             self._launched = 0
-            telling.wait()
-            *used, late = (flags > 0).tolist()
+            used, late = flags.read()
         position = 0
         for bucket in self.buckets:
             bucket.hand_over(used[position : position + len(bucket.views)])
@@ -214,12 +201,3 @@ class ShardedDataParallel(nn.Module):
         """As the module's; also forgets the owner's parts."""
         self.optimizer.zero_grad(set_to_none)
         super().zero_grad(set_to_none)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to each rank's own whole gradients; the next backward outside averages the sum."""
-        before, self._synchronizing = self._synchronizing, False
-        try:
-            yield
-        finally:
-            self._synchronizing = before

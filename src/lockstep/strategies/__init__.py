@@ -9,13 +9,14 @@ from lockstep.config import Parallel
 from lockstep.config.schema import Sharding
 from lockstep.errors import UserError
 from lockstep.parallel.compression import COMPRESSIONS
-from lockstep.strategies.base import StepOptions, StepResult, Strategy
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.data_parallel import Bucketed, Flat, Naive, Overlap
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
 from lockstep.strategies.fsdp import FSDP, Zero1Torch
 from lockstep.strategies.local_sgd import LocalSGD
 from lockstep.strategies.single import Single
+from lockstep.strategies.step import StepOptions, StepResult
 from lockstep.strategies.zero import Zero1, Zero2, Zero3
 from lockstep.world import World
 

@@ -9,20 +9,19 @@ micro-batch's loss is its sum times n / C, and the mean over the ranks is the me
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Group, Pending, all_gather_objects, all_reduce_async
-from lockstep.comm.ledger import Ledger, Mark, mark, recording, seconds_between
+from lockstep.comm.collectives import Group, Pending, all_reduce_async
+from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import Parallel
 from lockstep.data import Batch, Share
-from lockstep.models.loss import LossSum, correct_count
+from lockstep.models.loss import correct_count
 from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.data_parallel import broadcast_buffers
+from lockstep.parallel.wrapper import broadcast_buffers
 from lockstep.strategies.holdings import (
     Holding,
     copy_leaf,
@@ -35,95 +34,10 @@ from lockstep.strategies.holdings import (
     whole_holdings,
 )
 from lockstep.strategies.loss_scale import LossScale
+from lockstep.strategies.step import COMPUTE_DTYPES, DTYPES, Phases, StepOptions, StepResult, Totals
 from lockstep.world import ParallelDims, World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
-"""Dtype of the weights for each precision; bf16 and fp16 compute under autocast."""
-
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class StepOptions:
-    """What a step does besides being spread."""
-
-    loss: LossSum
-    accumulation: int = 1
-    clip_norm: float | None = None
-    precision: str = "fp32"
-    compile: bool = False
-    batch_size: int | None = None
-    """Of the global batch, where it is known beforehand."""
-    example: Tensor | None = None
-    """A batch of one sample's inputs, for an engine that must have computed before it can load."""
-    save_trained_only: bool = False
-    """Checkpoints leave out what is frozen: the model that adapters were put on is somewhere else already."""
-
-
-@dataclass
-class Totals:
-    """Sums over the global batch, on their way while the step goes on."""
-
-    sums: Tensor
-    """[sum of losses, correct predictions]"""
-    counts: Tensor
-    """[targets, ranks that were asked to stop]; complete before the first backward."""
-    pending: Pending
-    own_loss: Tensor
-    """Sum over this rank's samples."""
-
-    def read(self) -> tuple[float, float, float]:
-        self.pending.wait()
-        loss, correct = self.sums.tolist()
-        return loss, correct, float(self.counts[0])
-
-
-@dataclass
-class StepResult:
-    """What one step did. `loss` and `accuracy` are on their way until somebody reads them."""
-
-    totals: Totals
-    grad_norm: Tensor
-    skipped: bool
-    """The loss or a gradient was not finite on some rank: no rank has moved its weights."""
-
-    @property
-    def loss(self) -> float:
-        """Mean over the global batch."""
-        loss, _, count = self.totals.read()
-        return loss / max(count, 1.0)
-
-    @property
-    def accuracy(self) -> float:
-        _, correct, count = self.totals.read()
-        return correct / max(count, 1.0)
-
-    @property
-    def stop(self) -> bool:
-        """Some rank was asked to stop before this step began; all ranks know it at the same step."""
-        return bool(self.totals.counts[1] > 0)
-
-
-@dataclass
-class Phases:
-    """Where the time of a step went, in the order of the step."""
-
-    device: torch.device
-    spans: list[tuple[str, Mark, Mark]] = field(default_factory=list)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = mark(self.device)
-        yield
-        self.spans.append((name, start, mark(self.device)))
-
-    def seconds(self) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for name, start, end in self.spans:
-            totals[name] = totals.get(name, 0.0) + seconds_between(start, end)
-        return totals
 
 
 class Strategy(ABC):
@@ -349,31 +263,6 @@ class Strategy(ABC):
         count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=loss_sum.device)
         sums = torch.stack((loss_sum, correct_count(outputs, batch).double(), count))
         return torch.zeros_like(sums) if batch.filler else sums
-
-    # ---- when something is not finite ----------------------------------------------------------------------
-
-    def locate_nonfinite(self, batch: Batch) -> str:
-        """Which rank and parameter a skipped step failed on.
-
-        After the average every rank holds the same NaN; so every rank runs its share once more without averaging,
-        and says what it finds.
-        """
-        batch = batch.to(self.world.device, self.dtype)
-        totals = self.accumulate_gradients(batch, synchronize=False)
-        loss_is_bad = not bool(totals.own_loss.isfinite())
-        tensors = [("weight", name, local(p)) for name, p in self.model.named_parameters()]
-        tensors += [("gradient of", name, gradient) for name, gradient in self.own_gradients() if gradient is not None]
-        found = [f"{what} {name}" for what, name, tensor in tensors if not bool(tensor.isfinite().all())]
-        inputs_bad = batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all())
-        self.zero_gradients()
-        mine = ["its inputs"] * inputs_bad + found + ["its loss"] * (loss_is_bad and not found and not inputs_bad)
-        totals.pending.wait()
-        findings = [
-            f"rank {rank}: {theirs[0]}" + (f" and {len(theirs) - 1} more" if len(theirs) > 1 else "")
-            for rank, theirs in enumerate(all_gather_objects(mine))
-            if theirs
-        ]
-        return "; ".join(findings) or "not reproduced when the batch was run again"
 
     # ---- state ---------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Our own data parallelism, in its four modes."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -9,11 +8,13 @@ from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.parallel import DataParallel
 from lockstep.parallel.data_parallel import Sync
-from lockstep.strategies.base import MakeOptimizer, StepOptions, Strategy
+from lockstep.strategies.base import MakeOptimizer
+from lockstep.strategies.step import StepOptions
+from lockstep.strategies.wrapped import Wrapped
 from lockstep.world import World
 
 
-class HandWritten(Strategy):
+class HandWritten(Wrapped):
     sync: Sync
     module: DataParallel
 
@@ -39,12 +40,6 @@ class HandWritten(Strategy):
             algorithm=self.parallel.algorithm,
         )
         self.optimizer = make_optimizer(self.trainable())
-
-    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self.module.no_sync()
-
-    def finish_gradients(self) -> None:
-        self.module.finish_gradient_synchronization()
 
     def on_skip(self) -> None:
         self.module.forget_step()

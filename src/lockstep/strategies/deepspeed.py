@@ -1,6 +1,5 @@
 """DeepSpeed's ZeRO engine behind the common face: it owns gradients, clipping and the optimizer step."""
 
-import json
 import logging
 import os
 import warnings
@@ -15,15 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import barrier
-from lockstep.comm.ledger import active_ledger
+from lockstep.comm.observe import note_calls
 from lockstep.config import Parallel
 from lockstep.errors import UserError
-from lockstep.parallel.data_parallel import broadcast_module
-from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer, StepOptions, Strategy, Totals
+from lockstep.parallel.wrapper import broadcast_module
+from lockstep.strategies.base import MakeOptimizer, Strategy
+from lockstep.strategies.deepspeed_settings import deepspeed_settings
 from lockstep.strategies.holdings import wanted_leaves
+from lockstep.strategies.step import COMPUTE_DTYPES, StepOptions, Totals
 from lockstep.world import World
 
 INSTALL = 'pip install -e ".[deepspeed]"'
+WATCHED = {  # its communication: method -> (operation, purpose, which argument is the whole array)
+    "all_reduce": ("all_reduce", "gradients", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", "gradients", 1),
+    "all_gather_into_tensor": ("all_gather", "parameters", 0),
+    "broadcast": ("broadcast", "parameters", 0),
+}
 
 
 class DeepSpeed(Strategy):
@@ -63,7 +70,7 @@ class DeepSpeed(Strategy):
                 dist_init_required=False,
             )
         self.module = self.engine
-        observe(self.deepspeed.comm.comm)
+        note_calls(self.deepspeed.comm.comm.cdb, WATCHED)
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
@@ -231,7 +238,7 @@ def import_deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     try:
         import deepspeed
-        import deepspeed.comm.comm  # for `observe`
+        import deepspeed.comm.comm  # for `note_calls`
     except ImportError as error:
         raise UserError(f"parallel.data deepspeed needs DeepSpeed ({error}): {INSTALL}") from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -248,149 +255,3 @@ def host_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     groups = [{k: g[k] for k in ("params", "lr", "betas", "eps", "weight_decay")} for g in optimizer.param_groups]
     made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=adamw)
     return made
-
-
-# ---- DeepSpeed's own settings ------------------------------------------------------------------------------------
-
-
-def zero_settings(stage: int, offload: str, nvme_path: str) -> dict[str, Any]:
-    """The `zero_optimization` section; `configs/deepspeed/` has the same as files."""
-    zero: dict[str, Any] = {"stage": stage}
-    if offload != "none":
-        place: dict[str, Any] = {"device": offload}
-        if offload == "nvme":
-            place["nvme_path"] = nvme_path
-        zero["offload_optimizer"] = dict(place)
-        if stage == 3:
-            zero["offload_param"] = dict(place)
-    return zero
-
-
-def deepspeed_settings(parallel: Parallel, options: StepOptions) -> dict[str, Any]:
-    """What the engine is told: the user's file, if any, with everything that our own config decides filled in."""
-    ours = our_fields(options)
-    if parallel.deepspeed_config is None:
-        settings = {"zero_optimization": zero_settings(parallel.zero_stage, parallel.offload, parallel.nvme_path)}
-    else:
-        settings = read_settings(Path(parallel.deepspeed_config))
-        refuse_contradictions(settings, ours, parallel.deepspeed_config)
-    settings = {k: v for k, v in settings.items() if k not in ("optimizer", "scheduler", *BATCH_FIELDS)}
-    zero = settings.setdefault("zero_optimization", {"stage": 0})
-    check_offload(zero)
-    return {
-        **settings,
-        # Micro-batches may differ in size here, and are weighted by us: to DeepSpeed each is one of these many.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": options.accumulation,
-        "gradient_clipping": options.clip_norm or 0.0,
-        "bf16": {"enabled": options.precision == "bf16"},
-        "fp16": {"enabled": options.precision == "fp16"},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
-BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def our_fields(options: StepOptions) -> dict[str, tuple[str, Any]]:
-    """DeepSpeed's field -> (our key, our value)."""
-    fields: dict[str, tuple[str, Any]] = {
-        "gradient_accumulation_steps": ("train.accumulation", options.accumulation),
-        "gradient_clipping": ("train.clip_norm", options.clip_norm or 0.0),
-        "bf16.enabled": ("train.precision", options.precision == "bf16"),
-        "fp16.enabled": ("train.precision", options.precision == "fp16"),
-    }
-    if options.batch_size is not None:
-        fields["train_batch_size"] = ("train.batch_size", options.batch_size)
-    return fields
-
-
-def refuse_contradictions(settings: dict[str, Any], ours: dict[str, tuple[str, Any]], file: str) -> None:
-    for field, (key, value) in ours.items():
-        section, _, name = field.rpartition(".")
-        given = (settings.get(section, {}) if section else settings).get(name, "auto")
-        if given != "auto" and given != value:
-            raise UserError(
-                f"{file}: {field} is {json.dumps(given)}, but {key} means {json.dumps(value)}; make them agree, or "
-                f"write auto in the file"
-            )
-    micro = settings.get("train_micro_batch_size_per_gpu", "auto")
-    if micro != "auto" and "train_batch_size" in ours:
-        _, batch = ours["train_batch_size"]
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        expected = batch / ranks / ours["gradient_accumulation_steps"][1]
-        if micro != expected:
-            raise UserError(
-                f"{file}: train_micro_batch_size_per_gpu is {micro}, but train.batch_size {batch} over {ranks} ranks "
-                f"and {ours['gradient_accumulation_steps'][1]} micro-batches gives {expected:g}; make them agree, or "
-                f"write auto in the file"
-            )
-    if settings.get("optimizer") or settings.get("scheduler"):
-        section = "optimizer" if settings.get("optimizer") else "scheduler"
-        raise UserError(
-            f"{file}: has a section {section}, but train.optimizer, train.lr and train.schedule decide that here; "
-            f"take it out of the file"
-        )
-
-
-def read_settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); ready ones are in configs/deepspeed/") from None
-    except ValueError as error:
-        raise UserError(f"{file}: is not valid JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"{file}: holds {type(settings).__name__}, but it must hold an object")
-    return settings
-
-
-def check_offload(zero: dict[str, Any]) -> None:
-    places = {zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")}
-    if "nvme" in places:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise UserError(
-                "offload nvme needs the libaio headers: apt install libaio-dev, or dnf install libaio-devel"
-            )
-    if "offload_param" in zero and zero.get("stage") != 3:
-        raise UserError("DeepSpeed offloads parameters in stage 3 only; set parallel.zero_stage 3")
-
-
-# ---- watching --------------------------------------------------------------------------------------------------
-
-WATCHED = {  # DeepSpeed's method -> (operation, purpose, which argument is the whole array)
-    "all_reduce": ("all_reduce", "gradients", 0),
-    "reduce_scatter_tensor": ("reduce_scatter", "gradients", 1),
-    "all_gather_into_tensor": ("all_gather", "parameters", 0),
-    "broadcast": ("broadcast", "parameters", 0),
-}
-
-
-def observe(comm: Any) -> None:
-    """Have DeepSpeed's communication write itself into the ledger; once per process."""
-    backend = comm.cdb
-    if getattr(backend, "observed_by_lockstep", False):
-        return
-    backend.observed_by_lockstep = True
-    for name, (operation, purpose, position) in WATCHED.items():
-        setattr(backend, name, _noting(getattr(backend, name), operation, purpose, position))
-
-
-def _noting(call: Any, operation: str, purpose: str, position: int) -> Any:
-    names = ("output_tensor", "input_tensor") if operation in ("all_gather", "reduce_scatter") else ("tensor",)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        ledger = active_ledger()
-        if ledger is not None:
-            tensor = args[position] if len(args) > position else kwargs[names[position]]
-            group = kwargs.get("group")
-            size = torch.distributed.get_world_size(group)
-            small = tensor.numel() <= 1  # the norm
-            if size > 1:
-                ledger.add(operation, "norm" if small else purpose, size, tensor.nbytes)
-        return call(*args, **kwargs)
-
-    return noted

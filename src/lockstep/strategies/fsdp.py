@@ -15,13 +15,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
-from lockstep.comm.ledger import active_ledger, mark
+from lockstep.comm.observe import observed
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.data_parallel import broadcast_module
-from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer
+from lockstep.parallel.wrapper import broadcast_module
+from lockstep.strategies.base import MakeOptimizer
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.holdings import local
+from lockstep.strategies.step import COMPUTE_DTYPES
 from lockstep.strategies.zero import Sharded
 
 
@@ -154,15 +155,6 @@ class ObservedScatter(ObservedGather):
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
         return work
-
-
-@contextmanager
-def observed(operation: str, purpose: str, tensor: Tensor, group: dist.ProcessGroup) -> Iterator[None]:
-    ledger = active_ledger()
-    entry = ledger.add(operation, purpose, group.size(), tensor.nbytes) if ledger is not None else None
-    yield
-    if entry is not None and tensor.device.type == "cpu":
-        entry.wait_started, entry.wait_ended = entry.issued, mark(tensor.device)
 
 
 class Zero1Torch(DDP):

@@ -1,7 +1,7 @@
 """ZeRO stages 1, 2 and 3 by hand, behind the common face."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
-from lockstep.strategies.base import COMPUTE_DTYPES, MakeOptimizer, Strategy
+from lockstep.strategies.base import MakeOptimizer, Strategy
 from lockstep.strategies.holdings import Holding
+from lockstep.strategies.step import COMPUTE_DTYPES
+from lockstep.strategies.wrapped import Wrapped
 
 
 class Sharded(Strategy):
@@ -30,7 +32,7 @@ class Sharded(Strategy):
         return all_reduce(squared, group=self.data_group, purpose="norm").div_(self.copies).sqrt()
 
 
-class HandSharded(Sharded):
+class HandSharded(Wrapped, Sharded):
     """Stages 1 and 2: a sharded optimizer, and a wrapper that averages gradients to their owners."""
 
     stage: int
@@ -47,15 +49,6 @@ class HandSharded(Sharded):
             offload=self.parallel.offload == "cpu",
         )
         self.module = ShardedDataParallel(self.model, self.optimizer, self.stage)
-
-    def zero_gradients(self) -> None:
-        self.module.zero_grad()
-
-    def finish_gradients(self) -> None:
-        self.module.finish_gradient_synchronization()
-
-    def no_gradient_sync(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()
 
     def local_gradients(self) -> list[Tensor]:
         return [owned.shard.grad for owned in self.optimizer.owned() if owned.shard.grad is not None]
@@ -87,26 +80,19 @@ class Zero1(HandSharded):
 
     stage = 1
 
-    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self.module.no_sync()
-
 
 class Zero2(HandSharded):
     """Gradients are never whole, so those of each micro-batch are added to the owner's part at once."""
 
     stage = 2
-
-    @contextmanager
-    def gradient_sync(self, last: bool) -> Iterator[None]:
-        yield
-        if not last:
-            self.module.finish_gradient_synchronization()
+    gradients_stay_whole = False
 
 
-class Zero3(Sharded):
+class Zero3(Wrapped, Sharded):
     """Units are the model's blocks; what lies outside them is a unit of its own, whole from forward to backward."""
 
     module: FullyShardedDataParallel
+    gradients_stay_whole = False
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = model.to(self.world.device, self.dtype)
@@ -128,21 +114,6 @@ class Zero3(Sharded):
 
     def predict(self, inputs: Tensor) -> Tensor:
         return self.forward(inputs)
-
-    def zero_gradients(self) -> None:
-        self.module.zero_grad()
-
-    @contextmanager
-    def gradient_sync(self, last: bool) -> Iterator[None]:
-        yield
-        if not last:
-            self.module.finish_gradient_synchronization()
-
-    def finish_gradients(self) -> None:
-        self.module.finish_gradient_synchronization()
-
-    def no_gradient_sync(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         return self.module.unreduced_gradients()

@@ -4,28 +4,27 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.console import Console
 
 from lockstep.comm.collectives import all_reduce
 from lockstep.config import GPT, Config, check_ranges, save_config
 from lockstep.data import Batch, DataSet, Sampler, Split, read_share
 from lockstep.errors import UserError
 from lockstep.strategies import StepResult, Strategy
+from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.training.manifest import MANIFEST
 from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
 from lockstep.training.optimizer import learning_rate
 from lockstep.training.peak import peak_flops
 from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.status import StatusBar
 from lockstep.world import World
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -92,30 +91,6 @@ def stopping_at_sigterm(strategy: Strategy) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class StatusBar:
-    """A progress bar with the latest record under it, on a terminal."""
-
-    def __init__(self, total: int, console: Console, quiet: bool) -> None:
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console)
-        self._task = self._bar.add_task("", total=total)
-        self._status = Text()
-        drawn = console.is_terminal and not quiet
-        self._live = Live(Group(self._bar, self._status), console=console) if drawn else nullcontext()
-
-    def show(self, completed: int, status: str | None = None) -> None:
-        self._bar.update(self._task, completed=completed)
-        if status is not None:
-            self._status.plain = status
-
-    def __enter__(self) -> "StatusBar":
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._live.__exit__(*error)
 
 
 class Run:
@@ -287,7 +262,7 @@ class Run:
         if loss_scale is not None and loss_scale.scale >= 1.0:
             return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
         self.skipped_in_a_row += 1
-        where = self.strategy.locate_nonfinite(batch)
+        where = locate_nonfinite(self.strategy, batch)
         self.console.print(f"[yellow]step {self.steps_done}: not finite, skipped on all ranks[/] ({where})")
         self.metrics.write("skipped", self.steps_done, {"where": where})
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:

@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lockstep.comm.ledger import Ledger
 from lockstep.errors import UserError
-from lockstep.strategies.base import Phases
+from lockstep.strategies.step import Phases
 
 
 class MetricsWriter:

@@ -1,0 +1,231 @@
+"""A module cut into shards: which parameter belongs to which unit, how units are filled, and the whole of it by name.
+
+    block   a module that is gathered, used and freed as one (by default, one of the model's blocks)
+    unit    its parameters of one dtype, trained and frozen apart, end to end in one buffer (`shard_unit.py`)
+    rest    units of what lies outside every block, or in two of them: every rank holds all of it
+
+`fully_sharded.py` says when which unit is gathered and reduced; here nothing moves but at the start, and where somebody
+asks for whole tensors.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import Group, broadcast, group_rank
+from lockstep.errors import UserError
+from lockstep.parallel.blocks import ShardBy, chosen_blocks
+from lockstep.parallel.flat import Piece
+from lockstep.parallel.shard_unit import Owner, ShardUnit
+from lockstep.parallel.wrapper import GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
+
+CPU = torch.device("cpu")
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+Initialize = Callable[[nn.Module], None]
+
+
+class Block:
+    """A module whose parameters are gathered together: its units (one per dtype, trained and frozen apart)."""
+
+    def __init__(self, module: nn.Module, units: list[ShardUnit], is_root: bool) -> None:
+        self.module, self.units, self.is_root = module, units, is_root
+        self.whole_before = False
+        """Before its forward began."""
+
+    def gather(self) -> None:
+        for unit in self.units:
+            unit.gather()
+
+    def use(self) -> None:
+        for unit in self.units:
+            unit.use()
+
+    def free(self) -> None:
+        for unit in self.units:
+            unit.free()
+
+
+class ShardedModule(GradientWrapper):
+    """Holds a module whose parameters are this rank's pieces."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shard: ShardBy | None,
+        compute_dtype: torch.dtype | None,
+        group: Group,
+        device: torch.device | None,
+        offload: bool,
+        initialize: Initialize | None,
+    ) -> None:
+        super().__init__(module, group)
+        self.compute_dtype = compute_dtype
+        self._device = device or next((p.device for p in module.parameters()), CPU)
+        if self._device.type == "meta":
+            self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+        self._shard_device = CPU if offload else self._device
+        check_same_model(module, group)
+        self.blocks: list[Block] = []
+        self.rest: list[ShardUnit] = []
+        self._make_units(shard, initialize or reset_parameters)
+        for submodule in module.modules():
+            self._give_buffers(submodule)
+        broadcast_buffers(module, group)
+
+    def _make_units(self, shard: ShardBy | None, initialize: Initialize) -> None:
+        chosen = dict(chosen_blocks(self.module, shard))
+        places, homes = self._homes(chosen)
+        for name, module in chosen.items():
+            mine = {p: places[p] for p in places if homes[p] == {name}}
+            units = self._units(mine, replicated=False, initialize=initialize)
+            if units:
+                self.blocks.append(Block(module, units, is_root=module is self.module))
+        outside = {p: places[p] for p in places if len(homes[p]) > 1 or homes[p] == {None}}
+        self.rest = self._units(outside, replicated=True, initialize=initialize)
+
+    def _homes(
+        self, chosen: dict[str, nn.Module]
+    ) -> tuple[dict[nn.Parameter, list[Owner]], dict[nn.Parameter, set[str | None]]]:
+        """Of every parameter: all its places, and the innermost chosen modules that those lie in."""
+        places: dict[nn.Parameter, list[Owner]] = {}
+        homes: dict[nn.Parameter, set[str | None]] = {}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            around = [n for n in chosen if n == path or n == "" or path.startswith(n + ".")]
+            home = max(around, key=len, default=None)
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                homes.setdefault(parameter, set()).add(home)  # a module that stands in two blocks has two
+                if (module, name) not in places.setdefault(parameter, []):
+                    places[parameter].append((module, name))
+        return places, homes
+
+    def _units(
+        self, owners: dict[nn.Parameter, list[Owner]], replicated: bool, initialize: Initialize
+    ) -> list[ShardUnit]:
+        """One for each dtype, trained and frozen apart. Batch norms, whose statistics are fp32, compute in fp32."""
+        alike: dict[tuple[torch.dtype, torch.dtype | None, bool], dict[nn.Parameter, list[Owner]]] = {}
+        for parameter, places in owners.items():
+            dtype = None if all(isinstance(m, BATCH_NORM) for m, _ in places) else self.compute_dtype
+            alike.setdefault((parameter.dtype, dtype, parameter.requires_grad), {})[parameter] = places
+        empty = [module for p, places in owners.items() if p.device.type == "meta" for module, _ in places]
+        for parameter in owners:
+            if parameter.device.type != "meta":
+                broadcast_tensor(parameter, self.group)
+        devices = self._device, self._shard_device
+        units = [
+            ShardUnit(owned, self.group, dtype, *devices, replicated=replicated)
+            for (_, dtype, _), owned in alike.items()
+        ]
+        if empty:
+            self._initialize(units, list(dict.fromkeys(empty)), initialize)
+        return units
+
+    @torch.no_grad()
+    def _initialize(self, units: list[ShardUnit], empty: list[nn.Module], initialize: Initialize) -> None:
+        """Fill what was on the meta device: whole for a moment, then each rank keeps its piece of rank 0's."""
+        for unit in units:
+            unit.use()
+        for module in empty:
+            self._give_buffers(module)
+            initialize(module)
+        for unit in units:
+            for body in unit.bodies:
+                broadcast(body.data, group=self.group, purpose="parameters")
+            unit.keep_own_piece()
+            unit.free()
+
+    def _give_buffers(self, module: nn.Module) -> None:
+        """Memory where we compute; what was on the meta device has no values to keep."""
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                on_meta = buffer.device.type == "meta"
+                module._buffers[key] = (
+                    torch.zeros_like(buffer, device=self._device) if on_meta else buffer.to(self._device)
+                )
+
+    def units(self) -> list[ShardUnit]:
+        return [*(unit for block in self.blocks for unit in block.units), *self.rest]
+
+    def trained_units(self) -> list[ShardUnit]:
+        return [unit for unit in self.units() if unit.trainable]
+
+    # ---- the whole of it, by name ----------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """With the module's own names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    @torch.no_grad()
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of every parameter, in the master's dtype; tied ones come under each of their names.
+
+        Every rank must go through it. One unit is whole at a time: copy what is to stay.
+        """
+        names = self._names()
+        for unit in self.units():
+            for parameter, whole in zip(unit.parameters, unit.whole_masters(), strict=True):
+                yield from ((name, whole) for name in names[parameter])
+
+    @torch.no_grad()
+    def full_state_dict(self, only_rank: int | None = None) -> dict[str, Tensor]:
+        """The module's state_dict, as if it were not sharded; on every rank, or on the host of one only.
+
+        A rank that keeps nothing needs memory for its share and one unit.
+        """
+        keep = only_rank is None or group_rank(self.group) == only_rank
+        found: dict[str, Tensor] = {}
+        for name, whole in self.whole_parameters():
+            if keep:
+                found[name] = whole.clone() if only_rank is None else whole.to(CPU, copy=True)
+        state = self.module.state_dict()
+        return {name: found.get(name, value.detach().clone()) for name, value in state.items()} if keep else {}
+
+    def unreduced_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """This rank's own whole gradients, by name, where `no_sync` has left them."""
+        names = self._names()
+        for unit in self.trained_units():
+            for index in unit.trainable:
+                yield names[unit.parameters[index]][0], unit.bodies[index].grad
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients by name, of the parameters that have one. For looking at: training never needs them."""
+        names, found = self._names(), {}
+        for unit in self.trained_units():
+            gradients = unit.whole_gradients()
+            for index in unit.trainable:
+                if unit.parameters[index].grad is not None:
+                    found[names[unit.parameters[index]][0]] = gradients[index]
+        return found
+
+    def pieces(self) -> Iterator[tuple[ShardUnit, str, nn.Parameter, torch.Size, Piece]]:
+        """Every parameter that this rank holds anything of: its unit, first name, shape, and which part it holds."""
+        names = self._names()
+        for unit in self.units():
+            for index, piece in unit.pieces.items():
+                parameter = unit.parameters[index]
+                yield unit, names[parameter][0], parameter, unit.shapes[index], piece
+
+    def _names(self) -> dict[nn.Parameter, list[str]]:
+        """Sharded or whole, a parameter is found under its names."""
+        names: dict[nn.Parameter, list[str]] = {}
+        places = {place: p for unit in self.units() for p, owners in unit.owners.items() for place in owners}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            for name in module._parameters:
+                if (module, name) in places:
+                    names.setdefault(places[module, name], []).append(f"{path}.{name}" if path else name)
+        return names
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """PyTorch's own way of filling a module's parameters."""
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise UserError(
+            f"{type(module).__name__} is on the meta device and has no reset_parameters; give initialize=, a function "
+            f"that fills one module's own parameters"
+        )
+    reset()
