@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.comm.collectives import broadcast
 from lockstep.config import GPT, ResNet
 from lockstep.data import Share
 from lockstep.errors import UserError
-from lockstep.parallel import data_parallel
 from lockstep.strategies import Strategy, available_strategies
 from lockstep.strategies.base import MakeOptimizer
 from lockstep.strategies.data_parallel import Flat
+from lockstep.strategies.theory import bucket_sizes, powersgd_elements
 from lockstep.verify import Request, Verdict, verify
 from lockstep.verify.scenarios import scenarios_for
-from lockstep.verify.theory import bucket_sizes, powersgd_elements
 from lockstep.world import World
 from tests.ranks import on_ranks
 
@@ -76,7 +76,7 @@ class TwoMessages(Flat):
 
     def finish_gradients(self) -> None:
         super().finish_gradients()
-        data_parallel.broadcast(torch.zeros(1), purpose="gradients")
+        broadcast(torch.zeros(1), purpose="gradients")
 
 
 FAULTS: dict[str, tuple[str, type[Strategy]]] = {  # name -> (in whose place, the faulty strategy)

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from lockstep.bench.train import Timing, new_timing, peak_memory, prepare_named, timed_step
+from lockstep.bench.timing import Timing
+from lockstep.bench.train import Case, memory_of_steps, new_timing, prepare_named, timed_step
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import CNN, Config, Train
 from lockstep.data import DataSet, Sampler, read_share
@@ -73,9 +74,9 @@ def _train(
     world: World, config: Config, name: str, dataset: DataSet, progress: Progress, task: TaskID
 ) -> tuple[DemoRow, dict[str, Tensor]]:
     sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
-    peak_mib = peak_memory(world, config, name, dataset)
+    memory = memory_of_steps(world, config, name, dataset)
     strategy = prepare_named(world, config, name, dataset)
-    timing = new_timing(name, strategy, config, peak_mib)
+    timing = new_timing(world, Case(name, name, config), strategy, dataset, memory, (0.0, ""))
     for epoch in range(config.train.epochs):
         for indices in sampler.epoch(epoch):
             batch = read_share(dataset.train, indices, strategy.batch_share())
@@ -97,7 +98,7 @@ def _rows_of_all_ranks(world: World, mine: list[DemoRow]) -> list[list[DemoRow]]
 def _worst(rows: tuple[DemoRow, ...]) -> DemoRow:
     """Rank 0's row, with the largest difference and the largest memory of any rank."""
     rows[0].difference = max(r.difference for r in rows)
-    rows[0].timing.peak_mib = max(r.timing.peak_mib for r in rows)
+    rows[0].timing.memory = max((r.timing.memory for r in rows), key=lambda memory: memory.peak_mib)
     return rows[0]
 
 

@@ -32,6 +32,8 @@ from lockstep.relay import Relay
 
 NODES = 2
 DEFAULT_RANKS = 4
+OVER_LINK = "LOCKSTEP_OVER_LINK"
+"""Set in the environment of ranks that run_over_link has started."""
 ADDRESS = "10.77.0.{}"
 PORT = 29400
 RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -228,6 +230,7 @@ def _environment(ranks: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        OVER_LINK: "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
     }
 

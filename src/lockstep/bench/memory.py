@@ -1,4 +1,4 @@
-"""Peak memory of one piece of work, in tensor bytes: from the CUDA allocator, or from the profiler on the CPU.
+"""Memory of one piece of work, in tensor bytes: from the CUDA allocator, or from the profiler on the CPU.
 
 The resident set of a CPU process says little here: it holds libraries, and freed memory that malloc keeps. The
 profiler sees each tensor's allocation and release, so its count is exact and the same in every run.
@@ -8,51 +8,122 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep.comm.shm.shared import held_bytes
+from lockstep.strategies import Strategy
+from lockstep.strategies.holdings import local
 
 MIB = 1024 * 1024
+STEPS_BEGIN = "lockstep: steps begin"
 
 
-class PeakMemory:
-    """Filled in when the `measure_peak` block ends."""
+@dataclass
+class Memory:
+    """MiB of tensors on one rank: at the peak of its steps, and what of it is there between steps."""
 
-    mib: float = float("nan")
+    peak_mib: float = float("nan")
+    held_mib: float = float("nan")
+    """After a step, before its gradients are dropped."""
+    parameters_mib: float = 0.0
+    gradients_mib: float = 0.0
+    optimizer_mib: float = 0.0
+
+    @property
+    def activations_mib(self) -> float:
+        """What comes and goes within a step: activations, gathered parameters, temporaries."""
+        return max(0.0, self.peak_mib - self.held_mib)
+
+    @property
+    def other_mib(self) -> float:
+        """Held, but none of those: buckets, buffers of the model, the batch."""
+        return max(0.0, self.held_mib - self.parameters_mib - self.gradients_mib - self.optimizer_mib)
+
+
+class Watch:
+    """Inside `measure_memory`: the work tells where its steps begin, and what it holds when they are over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.memory = device, Memory()
+
+    def steps_begin(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with record_function(STEPS_BEGIN):
+            pass
+
+    def steps_end(self, strategy: Strategy) -> None:
+        parts = held_parts(strategy)
+        self.memory.parameters_mib, self.memory.gradients_mib, self.memory.optimizer_mib = (p / MIB for p in parts)
 
 
 @contextmanager
-def measure_peak(device: torch.device) -> Iterator[PeakMemory]:
-    """Peak MiB of tensors that the block held at once, without what was there before it. Slows the block down."""
-    result = PeakMemory()
+def measure_memory(device: torch.device) -> Iterator[Watch]:
+    """Of what the block allocates. Slows the block down."""
+    watch = Watch(device)
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield result
-        result.mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
+        yield watch
+        watch.memory.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
+        watch.memory.held_mib = (torch.cuda.memory_allocated(device) - before) / MIB
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its start on stderr
     shared_before = held_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield result
-        shared = held_bytes() - shared_before  # tensors in shared memory stay as long as what uses them
-    result.mib = (_peak_of(profiler) + max(0, shared)) / MIB
+        yield watch
+        shared = max(0, held_bytes() - shared_before)  # tensors in shared memory stay as long as what uses them
+    peak, held = _peak_and_held(profiler)
+    watch.memory.peak_mib, watch.memory.held_mib = (peak + shared) / MIB, (held + shared) / MIB
 
 
-def _peak_of(profiler: profile) -> int:
+def _peak_and_held(profiler: profile) -> tuple[int, int]:
+    """Bytes at most since the steps began, and at the end."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_bytes())["traceEvents"]
+    begin = next((e["ts"] for e in events if e.get("name") == STEPS_BEGIN), 0.0)
     changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
     held = peak = 0
-    for _, change in sorted(changes, key=lambda c: c[0]):
+    for when, change in sorted(changes, key=lambda c: c[0]):
         held += change
-        peak = max(peak, held)
-    return peak
+        if when >= begin:
+            peak = max(peak, held)
+    return peak, held
+
+
+def held_parts(strategy: Strategy) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state on this rank's device; what is shared counts once."""
+    parameters = list(strategy.model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None] + strategy.local_gradients()
+    states = strategy.local_optimizer.state.values()
+    state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+    seen: list[tuple[int, int]] = []
+    parts = []
+    for tensors in (parameters, gradients, state):
+        before = _covered(seen)
+        seen += _places(tensors, strategy.world.device)
+        parts.append(_covered(seen) - before)
+    return parts[0], parts[1], parts[2]
+
+
+def _places(tensors: Iterable[Tensor], device: torch.device) -> list[tuple[int, int]]:
+    """First and last address of each."""
+    here = [tensor for tensor in map(local, tensors) if tensor.device == device and tensor.numel()]
+    return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in here]
+
+
+def _covered(places: list[tuple[int, int]]) -> int:
+    total = reached = 0
+    for start, end in sorted(places):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.bench.comm_reading import Curve, human
-from lockstep.bench.train import Timing
+from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup
+from lockstep.bench.timing import Timing
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ def plot_timings(timings: list[Timing], file: Path) -> None:
 
     figure = Figure(figsize=(7, 0.5 * len(timings) + 1.6), layout="constrained")
     axes = figure.subplots()
-    names = [t.strategy for t in timings]
+    names = [t.label for t in timings]
     medians = [t.median_ms for t in timings]
-    exposed = [t.exposed_share * t.median_ms for t in timings]
+    exposed = [t.exposed_ms for t in timings]
     work = [m - e for m, e in zip(medians, exposed, strict=True)]
     axes.barh(names, work, label="compute and hidden communication", color="#4c78a8")
     axes.barh(names, exposed, left=work, label="exposed communication", color="#f58518")
@@ -31,6 +32,35 @@ def plot_timings(timings: list[Timing], file: Path) -> None:
     axes.set_xlabel("step time, ms (median; whiskers p10 and p90)")
     axes.set_title(f"{timings[0].parameters:,} parameters, global batch {timings[0].batch_size}", loc="left")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    _save(figure, file)
+
+
+def plot_scaling(found: list[Point], file: Path, slots: int) -> None:
+    """Speed-up of each mode beside the ideal and Amdahl's law; a line where ranks begin to share cores."""
+    from matplotlib.figure import Figure  # slow to import, and needed here only
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    sizes = sorted({p.ranks for p in found})
+    left.plot(sizes, sizes, color="#999999", linestyle="--", label="ideal")
+    for mode, marker in (("strong", "o"), ("weak", "s")):
+        mine = [p for p in found if p.mode == mode]
+        if mine:
+            left.plot([p.ranks for p in mine], [p.speedup for p in mine], marker=marker, label=mode)
+            right.plot([p.ranks for p in mine], [100 * p.efficiency for p in mine], marker=marker, label=mode)
+    serial = amdahl_fit([p for p in found if p.mode == "strong" and p.ranks <= slots])
+    if serial is not None:
+        law = [amdahl_speedup(serial, n) for n in sizes]
+        left.plot(sizes, law, color="#e45756", linestyle=":", label=f"Amdahl, {serial:.1%} serial")
+    for axes, label in ((left, "speed-up over one rank"), (right, "efficiency, %")):
+        if slots < sizes[-1]:
+            axes.axvline(slots, color="#bbbbbb", linewidth=1)
+            axes.annotate(" ranks share cores", (slots, axes.get_ylim()[0]), color="#777777", va="bottom", fontsize=8)
+        axes.set_xticks(sizes)
+        axes.set_xlabel("ranks")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    left.legend(frameon=False)
     _save(figure, file)
 
 

@@ -1,116 +1,147 @@
 """Training steps of several strategies, taken in turns in one run, so that a noisy machine disturbs all alike."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from statistics import median, quantiles
+from itertools import cycle, islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.bench.memory import measure_peak
+from lockstep.bench.memory import Memory, measure_memory
+from lockstep.bench.timing import Timing, merge_ranks
 from lockstep.comm.collectives import all_gather_objects, barrier
-from lockstep.comm.ledger import Ledger, Traffic
 from lockstep.config import Config, check_ranges
-from lockstep.data import Batch, DataSet, Sampler, read_share
+from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
+from lockstep.launch import available_cores
+from lockstep.models import build_model
 from lockstep.strategies import Strategy, strategy_named
+from lockstep.strategies.theory import Theory, expected_traffic
 from lockstep.training import prepare_strategy
+from lockstep.training.peak import peak_flops
 from lockstep.training.prepare import load_data
 from lockstep.world import World, check_backend
 
 Progress = Callable[[], None]
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
-class Timing:
-    """What one strategy's steps cost."""
+class Case:
+    """One row of the table: a strategy on a config, on the first `ranks` ranks (None: all)."""
 
+    label: str
     strategy: str
-    parameters: int
-    batch_size: int
-    flops_per_step: float
-    """Of the whole global batch."""
-    peak_mib: float
-    """Tensors held at once by one rank."""
-    step_s: list[float] = field(default_factory=list)
-    exposed_s: list[float] = field(default_factory=list)
-    traffic: list[Traffic] = field(default_factory=list)
-
-    def record(self, seconds: float, ledger: Ledger) -> None:
-        """Note one step."""
-        self.step_s.append(seconds)
-        self.exposed_s.append(ledger.exposed_seconds())
-        self.traffic.append(ledger.traffic())
-
-    @property
-    def median_ms(self) -> float:
-        return 1e3 * median(self.step_s)
-
-    @property
-    def spread_ms(self) -> tuple[float, float]:
-        """10th and 90th percentile."""
-        tenths = quantiles(self.step_s, n=10) if len(self.step_s) > 1 else [self.step_s[0]] * 9
-        return 1e3 * tenths[0], 1e3 * tenths[-1]
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.batch_size / median(self.step_s)
-
-    @property
-    def exposed_share(self) -> float:
-        return median(self.exposed_s) / median(self.step_s)
-
-    @property
-    def collectives(self) -> float:
-        """Per step, on average: local SGD sends something in some steps only."""
-        return sum(t.collectives for t in self.traffic) / len(self.traffic)
-
-    @property
-    def wire_mb(self) -> float:
-        """MB that a rank sends per step, on average."""
-        return sum(t.wire_bytes for t in self.traffic) / len(self.traffic) / 1e6
-
-    def ratio_to(self, other: "Timing") -> float:
-        """Median over the rounds of this step's time over the other's in the same round."""
-        return median(mine / theirs for mine, theirs in zip(self.step_s, other.step_s, strict=True))
+    """Its name; `ddp@gloo` names the backend too."""
+    config: Config
+    ranks: int | None = None
+    threads: int | None = None
+    """Cores of each rank. None: an equal part of the machine's."""
+    details: dict[str, Any] = field(default_factory=dict)
 
 
-def bench_train(
-    world: World, config: Config, names: list[str], steps: int, warmup: int, progress: Progress | None = None
+def bench_cases(
+    world: World, cases: list[Case], steps: int, warmup: int, progress: Progress | None = None
 ) -> list[Timing]:
-    """Time `steps` steps of each strategy after `warmup` untimed ones. A step counts as long as its slowest rank."""
-    check_ranges(config)
-    dataset = load_data(world, config)
-    worlds = {n: world_of(world, n) for n in names}
-    peaks = {n: peak_memory(worlds[n], config, n, dataset) for n in names}
-    strategies = {n: prepare_named(worlds[n], config, n, dataset) for n in names}
-    timings = {n: new_timing(n, strategy, config, peaks[n]) for n, strategy in strategies.items()}
-    sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
-    batches = [indices for indices in sampler.epoch(0) if len(indices) == config.train.batch_size]
-    batches = batches or list(sampler.epoch(0))
+    """Time `steps` steps of each case after `warmup` untimed ones. A step counts as long as its slowest rank.
+
+    While a case runs that needs fewer ranks, the others sleep, and it has their cores.
+    """
+    for case in cases:
+        check_ranges(case.config)
+    peaks = Peaks()
+    runners = [Runner(world, case, peaks) for case in cases]
     for round_ in range(warmup + steps):
-        indices = batches[round_ % len(batches)]
-        turn = names[round_ % len(names) :] + names[: round_ % len(names)]
-        for name in turn:
-            strategy = strategies[name]
-            batch = read_share(dataset.train, indices, strategy.batch_share())
-            seconds = timed_step(world, strategy, batch)
-            if round_ >= warmup:
-                timings[name].record(seconds, strategy.ledger)
+        turn = round_ % len(runners)
+        for runner in runners[turn:] + runners[:turn]:
+            runner.step(round_, timed=round_ >= warmup)
         if progress is not None:
             progress()
-    return [slowest_rank(t) for t in timings.values()]
+    return [runner.result() for runner in runners]
 
 
-def peak_memory(world: World, config: Config, name: str, dataset: DataSet, steps: int = 3) -> float:
-    """Peak MiB of tensors on this rank, from building the model through a few steps (DDP regroups after the first)."""
+class Runner:
+    """One case on this rank, ready to take steps; on a rank that it does not need, it only keeps the others' time."""
+
+    def __init__(self, world: World, case: Case, peaks: "Peaks") -> None:
+        self.world, self.case = world, case
+        self.part = part_of(world, case.ranks, case.strategy.partition("@")[2])
+        dataset = load_data(world, case.config)
+        self.data = dataset.train
+        self.batches = full_batches(case.config, dataset)
+        self.timing: Timing | None = None
+        if self.part is not None:
+            with self._cores():
+                memory = memory_of_steps(self.part, case.config, case.strategy, dataset)
+                self.strategy = prepare_named(self.part, case.config, case.strategy, dataset)
+                peak = peaks.of(self.part, case.config.train.precision)
+                self.timing = new_timing(self.part, case, self.strategy, dataset, memory, peak)
+        if world.size > 1:
+            barrier()
+
+    def step(self, round_: int, timed: bool) -> None:
+        if self.timing is None or self.part is None:
+            barrier()
+            return
+        indices = self.batches[round_ % len(self.batches)]
+        batch = read_share(self.data, indices, self.strategy.batch_share())
+        with self._cores():
+            seconds = timed_step(self.world, self.strategy, batch)
+        if timed:
+            self.timing.record(seconds, self.strategy.ledger)
+
+    def result(self) -> Timing:
+        everyone = all_gather_objects(self.timing)
+        return merge_ranks([timing for timing in everyone if timing is not None])
+
+    @contextmanager
+    def _cores(self) -> Iterator[None]:
+        """Fewer ranks than were started: each may use more threads."""
+        assert self.part is not None
+        usual = self.case.threads is None and self.part.size == self.world.size
+        if usual or self.world.device.type == "cuda":
+            yield
+            return
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.case.threads or max(1, available_cores() // self.part.size))
+        yield
+        torch.set_num_threads(before)
+
+
+def part_of(world: World, ranks: int | None = None, backend: str = "") -> World | None:
+    """The first `ranks` ranks as a world of their own, perhaps joined by another backend; None on the others.
+
+    Every rank must call it.
+    """
+    ranks = world.size if ranks is None else ranks
+    same_backend = backend in ("", world.backend)
+    if world.size == 1 or (ranks == world.size and same_backend):
+        return world
+    chosen = backend or world.backend
+    check_backend(chosen, world.device, "--strategies @")
+    group = dist.new_group(list(range(ranks)), backend=chosen)
+    return replace(world, size=ranks, backend=chosen, group=group) if world.rank < ranks else None
+
+
+def full_batches(config: Config, dataset: DataSet) -> list[torch.Tensor]:
+    """Indices of an epoch's global batches, the short last one left out if there is another."""
     sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
-    with measure_peak(world.device) as peak:
+    batches = list(sampler.epoch(0))
+    return [indices for indices in batches if len(indices) == config.train.batch_size] or batches
+
+
+def memory_of_steps(world: World, config: Config, name: str, dataset: DataSet, steps: int = 3) -> Memory:
+    """What a few steps need on this rank (DDP regroups its buckets after the first)."""
+    batches = full_batches(config, dataset)
+    with measure_memory(world.device) as watch:
         strategy = prepare_named(world, config, name, dataset)
-        for indices in islice(sampler.epoch(0), steps):
+        watch.steps_begin()
+        for indices in islice(cycle(batches), steps):
             strategy.step(read_share(dataset.train, indices, strategy.batch_share())).totals.pending.wait()
-    return peak.mib
+        watch.steps_end(strategy)
+    return watch.memory
 
 
 def timed_step(world: World, strategy: Strategy, batch: Batch) -> float:
@@ -129,29 +160,57 @@ def _synchronize(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def world_of(world: World, name: str) -> World:
-    """`ddp@gloo`: the same ranks, joined by another backend than the run's."""
-    backend = name.partition("@")[2]
-    if not backend or backend == world.backend or world.size == 1:
-        return world
-    check_backend(backend, world.device, "--strategies @")
-    return replace(world, backend=backend, group=dist.new_group(backend=backend))
-
-
 def prepare_named(world: World, config: Config, name: str, dataset: DataSet) -> Strategy:
-    parallel = strategy_named(name.partition("@")[0], config.parallel)
-    return prepare_strategy(world, replace(config, parallel=parallel), dataset)
+    return prepare_strategy(world, named_config(config, name), dataset)
 
 
-def new_timing(name: str, strategy: Strategy, config: Config, peak_mib: float) -> Timing:
-    batch = config.train.batch_size
-    return Timing(name, strategy.parameters, batch, batch * strategy.flops_per_sample, peak_mib)
+def named_config(config: Config, name: str) -> Config:
+    """`config` with the strategy of that name, a backend after an @ left out."""
+    return replace(config, parallel=strategy_named(name.partition("@")[0], config.parallel))
 
 
-def slowest_rank(mine: Timing) -> Timing:
-    """Per step, the time of the rank that took longest; exposed communication as the mean over the ranks."""
-    everyone: list[Timing] = all_gather_objects(mine)
-    merged = replace(mine, peak_mib=max(t.peak_mib for t in everyone))
-    merged.step_s = [max(times) for times in zip(*(t.step_s for t in everyone), strict=True)]
-    merged.exposed_s = [sum(times) / len(everyone) for times in zip(*(t.exposed_s for t in everyone), strict=True)]
-    return merged
+def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
+    """What a step should send, where there is a closed form: whole-precision training of all parameters."""
+    train, sharded = config.train, config.parallel.data in ("zero2", "zero3", "fsdp")
+    if train.precision not in DTYPES or config.lora.rank or train.recompute != "none":
+        return None
+    if config.parallel.data in ("local_sgd", "deepspeed") or (train.accumulation > 1 and sharded):
+        return None
+    with torch.device("meta"):
+        model = build_model(config.model, spec).to(DTYPES[train.precision])
+    if any(True for _ in model.buffers()):
+        return None  # running statistics travel too
+    return expected_traffic(model, config.parallel, ranks)
+
+
+class Peaks:
+    """What a rank can reach at best, found once for all cases of a kind, so that they can be compared."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], tuple[float, str]] = {}
+
+    def of(self, world: World, precision: str) -> tuple[float, str]:
+        key = (world.size, precision)
+        if key not in self._found:
+            self._found[key] = peak_flops(world, precision)
+        return self._found[key]
+
+
+def new_timing(
+    world: World, case: Case, strategy: Strategy, dataset: DataSet, memory: Memory, peak: tuple[float, str]
+) -> Timing:
+    config, batch = case.config, case.config.train.batch_size
+    return Timing(
+        label=case.label,
+        strategy=case.strategy,
+        parameters=strategy.parameters,
+        batch_size=batch,
+        flops_per_step=batch * strategy.flops_per_sample,
+        ranks=world.size,
+        tokens_per_sample=dataset.spec.shape[0] if dataset.spec.kind == "tokens" else 0,
+        peak_flops=peak[0] * world.size,
+        peak_source=peak[1],
+        theory=theory_of(named_config(config, case.strategy), dataset.spec, world.size),
+        memory=memory,
+        details=dict(case.details),
+    )

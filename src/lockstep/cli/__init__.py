@@ -23,6 +23,7 @@ COMMANDS = {  # name -> (module, what it answers)
     "verify": ("lockstep.cli.verify", "is this strategy correct? each against one process, and against theory"),
     "bench comm": ("lockstep.cli.bench_comm", "what does my interconnect give? collectives in nccl-tests' terms"),
     "bench train": ("lockstep.cli.bench_train", "which strategy is fastest? steps of each, in turns, in one run"),
+    "bench scaling": ("lockstep.cli.bench_scaling", "how does it scale? weak and strong, and what is lost to what"),
 }
 
 EXAMPLES = """\

@@ -22,7 +22,7 @@ from lockstep.config import (
 from lockstep.config.load import nearest, valid_keys
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
-from lockstep.link import run_over_link, without_flag
+from lockstep.link import check_possible, parse_link, run_over_link, without_flag
 
 T = TypeVar("T")
 
@@ -39,12 +39,18 @@ LinkFlag = Annotated[
 ]
 
 
-def over_link(command: str, link: str, argv: list[str], launch: Launch) -> int:
-    """Run the same command, without its --link, on the ranks of two nodes."""
+def check_link(link: str, launch: Launch) -> None:
+    """Refuse what cannot be done before anything else is."""
+    check_possible(parse_link(link))
     if adopt_environment():
         raise UserError("--link starts its own nodes; leave it out under torchrun and srun")
     if launch.backend == "shm":
         raise UserError("--link joins nodes by a network, and --backend shm is for ranks of one machine; use gloo")
+
+
+def over_link(command: str, link: str, argv: list[str], launch: Launch) -> int:
+    """Run the same command, without its --link, on the ranks of two nodes."""
+    check_link(link, launch)
     rest = without_flag(argv, "--link", "--nproc")
     return run_over_link(link, [*command.split(), *rest], launch.nproc)
 
@@ -75,14 +81,17 @@ def parse(cls: type[T], argv: list[str], command: str, default: T | None = None)
     return tyro.cli(cls, args=argv, prog=f"lockstep {command}", **options)
 
 
-def config_from(argv: list[str]) -> tuple[Config, list[str]]:
+def config_from(argv: list[str], default: Config | None = None) -> tuple[Config, list[str]]:
     """The config that the flags build on: the file given first (if any), for the model that a flag may name.
 
-    Returns it and the arguments without the file.
+    Returns it and the arguments without the file. `default`: what to build on without a file.
     """
     file = argv[0] if argv and not argv[0].startswith("-") else None
     rest = [_spelt_out(word) for word in (argv[1:] if file is not None else argv)]
-    config = load_config(file, _flag_value(rest, "--model.name"))
+    model_name = flag_value(rest, "--model.name")
+    config = default if file is None and default is not None else load_config(file, model_name)
+    if default is not None and model_name not in (None, config.model.name):
+        raise UserError(f"--model.name {model_name}: this preset is about the model {config.model.name}")
     _refuse_unknown_flags(rest, config)
     return config, rest
 
@@ -102,7 +111,7 @@ def _refuse_unknown_flags(argv: list[str], config: Config) -> None:
             raise UserError(f"unknown flag {flag}{nearest(key, valid)}")
 
 
-def _flag_value(argv: list[str], flag: str) -> str | None:
+def flag_value(argv: list[str], flag: str) -> str | None:
     for index, word in enumerate(argv):
         if word == flag and index + 1 < len(argv):
             return argv[index + 1]

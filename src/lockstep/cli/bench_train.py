@@ -1,19 +1,35 @@
 """`lockstep bench train`."""
 
-import csv
 import os
-from dataclasses import dataclass
+import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
 from lockstep.bench.plot import plot_timings
-from lockstep.bench.train import Timing, bench_train
-from lockstep.cli.arguments import LinkFlag, RunArguments, check_folder, config_from, over_link, parse, sections
-from lockstep.cli.tables import console, new_table
-from lockstep.config import Config
-from lockstep.errors import UserError
+from lockstep.bench.presets import NAIVE_DDP_COLUMNS, preset_named, with_size_that_fits
+from lockstep.bench.timing import Timing, as_rows
+from lockstep.bench.train import Case, bench_cases
+from lockstep.cli.arguments import (
+    LinkFlag,
+    RunArguments,
+    check_folder,
+    check_link,
+    config_from,
+    flag_value,
+    over_link,
+    parse,
+    sections,
+)
+from lockstep.cli.tables import console
+from lockstep.cli.train_tables import print_network_shares, print_timings, write_csv
+from lockstep.config import GPT, Config
+from lockstep.errors import RankError, UserError
 from lockstep.launch import run_on_ranks
+from lockstep.link import DEFAULT_RANKS, OVER_LINK, without_flag
+from lockstep.record import Record, read_record
 from lockstep.strategies import strategy_names
 from lockstep.world import World
 
@@ -32,44 +48,118 @@ class BenchTrainArguments(RunArguments):
     lockstep bench train configs/bench_gpt25m.yaml --strategies ddp bucketed --steps 40 --csv gpt.csv
 
     lockstep bench train configs/bench_mlp16.yaml --strategies ddp@gloo ddp@shm bucketed@shm
+
+    lockstep bench train --preset buckets --plot buckets.png
     """
 
+    preset: str | None = None
+    """A question by name, instead of --strategies: cnn-sizes, ddp-vs-fsdp, naive-ddp, buckets, hooks-vs-manual,
+    overlap, accumulation, compression or zero-stages."""
     strategies: tuple[str, ...] = ("ddp", "bucketed", "flat", "overlap", "naive")
     """Names, or all; the first is the one that ratios refer to. An @ names the backend: ddp@gloo bucketed@shm."""
-    steps: int = 30
-    """Timed steps of each strategy."""
+    steps: int | None = None
+    """Timed steps of each strategy. None: 30, or what the preset says."""
     warmup: int = 3
     """Untimed steps before."""
+    baseline: bool = True
+    """Also time one process with the whole batch, for the speed-up column."""
     link: LinkFlag = None
     csv: str | None = None
     """Write one line per strategy to this file."""
+    json: str | None = None
+    """Write everything to this file, for `lockstep report`."""
     plot: str | None = None
     """Draw step times, split into work and exposed communication, to this file (.png, .svg or .pdf)."""
 
 
 def main(argv: list[str]) -> int:
-    config, rest = config_from(argv)
+    name = flag_value(argv, "--preset")
+    preset = preset_named(name) if name is not None else None
+    config, rest = config_from(argv, preset.config if preset is not None else None)
     arguments = parse(BenchTrainArguments, rest, "bench train", default=BenchTrainArguments(**sections(config)))
     config = arguments.config()
-    if arguments.steps < 1 or arguments.warmup < 0:
-        raise UserError(f"--steps {arguments.steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
-    for flag, file in (("--csv", arguments.csv), ("--plot", arguments.plot)):
+    steps = arguments.steps if arguments.steps is not None else preset.steps if preset is not None else 30
+    if steps < 1 or arguments.warmup < 0:
+        raise UserError(f"--steps {steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
+    for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
         check_folder(flag, file)
-    names = _names(arguments.strategies)
+    if preset is None:
+        cases = [Case(name, name, config) for name in known_names(arguments.strategies)]
+    else:
+        config = settled(arguments, config)
+        cases = preset.cases(config)
     if arguments.link is not None:
-        return over_link("bench train", arguments.link, argv, arguments.launch)
-    work = (config, names, arguments.steps, arguments.warmup)
-    timings: list[Timing] = run_on_ranks(_bench, *work, launch=arguments.launch, default_nproc=2)[0]
+        check_link(arguments.link, arguments.launch)
+    baselines = one_process(cases) if arguments.baseline else []
+    default_nproc = 2 if arguments.link is None else DEFAULT_RANKS
+    timings: list[Timing] = run_on_ranks(
+        time_cases, [*cases, *baselines], steps, arguments.warmup, launch=arguments.launch, default_nproc=default_nproc
+    )[0]
     if os.environ.get("RANK", "0") == "0":
-        print_timings(timings)
-        if arguments.csv is not None:
-            write_csv(timings, Path(arguments.csv))
-        if arguments.plot is not None:
-            plot_timings(timings, Path(arguments.plot))
+        show(arguments, config, timings[: len(cases)], timings[len(cases) :], argv)
     return 0
 
 
-def _names(wanted: tuple[str, ...]) -> list[str]:
+def settled(arguments: BenchTrainArguments, config: Config) -> Config:
+    """With what only this machine can tell: which GPT fits."""
+    if arguments.preset != "naive-ddp" or not isinstance(config.model, GPT) or config.model.size != "custom":
+        return config
+    given = int(os.environ.get("WORLD_SIZE", "0")) or arguments.launch.nproc or 2
+    config, why = with_size_that_fits(config, arguments.launch, given)
+    if os.environ.get("RANK", "0") == "0":
+        console().print(why)
+    return config
+
+
+def one_process(cases: list[Case]) -> list[Case]:
+    """What the speed-up refers to: each different model and batch, once, on one rank."""
+    different: list[Case] = []
+    for case in cases:
+        alone = Case("one process", "single", case.config, ranks=1)
+        if not any(_same_work(alone, other) for other in different):
+            different.append(alone)
+    return different
+
+
+def _same_work(a: Case, b: Case) -> bool:
+    return (a.config.model, a.config.data, a.config.train) == (b.config.model, b.config.data, b.config.train)
+
+
+def show(
+    arguments: BenchTrainArguments, config: Config, timings: list[Timing], baselines: list[Timing], argv: list[str]
+) -> None:
+    reading = preset_named(arguments.preset).reading(timings) if arguments.preset is not None else []
+    print_timings(console(), timings, baselines, reading)
+    rows = as_rows(timings, baselines)
+    measured = rows_over_link(arguments, argv) if arguments.link is not None else []
+    if timings[0].ranks > 1 and OVER_LINK not in os.environ:
+        print_network_shares(console(), timings, arguments.link, measured)
+    if measured:
+        rows = [{**row, "link": "none"} for row in rows] + [{**row, "link": arguments.link} for row in measured]
+    if arguments.csv is not None:
+        write_csv(rows, Path(arguments.csv), NAIVE_DDP_COLUMNS if arguments.preset == "naive-ddp" else {})
+    if arguments.plot is not None:
+        plot_timings(timings, Path(arguments.plot))
+    if arguments.json is not None:
+        title = arguments.preset or "strategies in turns"
+        Record("bench train", {"rows": rows}, asdict(config), title=title).write(Path(arguments.json))
+
+
+def rows_over_link(arguments: BenchTrainArguments, argv: list[str]) -> list[dict[str, Any]]:
+    """The same cases on ranks of two nodes that a slow network joins."""
+    assert arguments.link is not None
+    console().print(f"\nthe same on two nodes joined by {arguments.link}:\n")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "link.json"
+        rest = [*without_flag(argv, "--csv", "--json", "--plot"), "--json", str(file), "--no-baseline"]
+        status = over_link("bench train", arguments.link, rest, arguments.launch)
+        if status != 0:
+            raise RankError(f"the ranks over --link {arguments.link} have failed (exit status {status})")
+        rows: list[dict[str, Any]] = read_record(file).result["rows"]
+        return rows
+
+
+def known_names(wanted: tuple[str, ...]) -> list[str]:
     """`all` spelt out, each strategy known; the backend after an @ stays."""
     names = []
     for word in wanted:
@@ -78,58 +168,7 @@ def _names(wanted: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _bench(world: World, config: Config, names: list[str], steps: int, warmup: int) -> list[Timing]:
+def time_cases(world: World, cases: list[Case], steps: int, warmup: int) -> list[Timing]:
     with Progress(disable=not world.is_main) as progress:
-        task = progress.add_task(f"{world.size} ranks, {len(names)} strategies in turns", total=steps + warmup)
-        return bench_train(world, config, names, steps, warmup, lambda: progress.advance(task))
-
-
-def print_timings(timings: list[Timing]) -> None:
-    first = timings[0]
-    table = new_table(
-        f"{first.parameters:,} parameters, global batch {first.batch_size}, {len(first.step_s)} steps each, in turns",
-        ("strategy",),
-        (
-            *("step ms\nmedian", "p10 - p90\nms", f"ratio to\n{first.strategy}", "samples\n/s", "GFLOP/s"),
-            *("exposed\ncomm ms", "comm\n%", "calls\n/step", "MB sent\n/step", "peak\nMiB"),
-        ),
-    )
-    for t in timings:
-        low, high = t.spread_ms
-        table.add_row(
-            t.strategy,
-            f"{t.median_ms:.2f}",
-            f"{low:.1f} - {high:.1f}",
-            f"{t.ratio_to(first):.3f}",
-            f"{t.samples_per_s:,.0f}",
-            f"{t.flops_per_step / t.median_ms / 1e6:.1f}",
-            f"{t.exposed_share * t.median_ms:.2f}",
-            f"{100 * t.exposed_share:.0f}",
-            f"{t.collectives:.1f}",
-            f"{t.wire_mb:.2f}",
-            f"{t.peak_mib:.1f}",
-        )
-    console().print(table)
-
-
-CSV_COLUMNS = [
-    *("strategy", "parameters", "batch_size", "step_ms", "p10_ms", "p90_ms", "ratio", "samples_per_s"),
-    *("exposed_ms", "exposed_fraction", "collectives", "wire_mb", "peak_mib"),
-]
-
-
-def write_csv(timings: list[Timing], file: Path) -> None:
-    with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.writer(out)
-        writer.writerow(CSV_COLUMNS)
-        for t in timings:
-            row = [t.strategy, t.parameters, t.batch_size, t.median_ms, *t.spread_ms, t.ratio_to(timings[0])]
-            row += [
-                t.samples_per_s,
-                t.exposed_share * t.median_ms,
-                t.exposed_share,
-                t.collectives,
-                t.wire_mb,
-                t.peak_mib,
-            ]
-            writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in row)
+        task = progress.add_task(f"{world.size} ranks, {len(cases)} cases in turns", total=steps + warmup)
+        return bench_cases(world, cases, steps, warmup, lambda: progress.advance(task))

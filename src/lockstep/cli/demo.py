@@ -58,7 +58,7 @@ def print_demo(rows: list[DemoRow], seconds: float) -> None:
             f"{100 * timing.exposed_share:.0f}",
             f"{timing.collectives:.1f}",
             f"{timing.wire_mb:.3f}",
-            f"{timing.peak_mib:.1f}",
+            f"{timing.memory.peak_mib:.1f}",
             f"{row.accuracy:.1%}",
             f"{row.difference:.0e}",
             ("[green]✓[/]" if row.passed else "[red]✗[/]") if row.equal else "≈",

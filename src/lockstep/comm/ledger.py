@@ -74,6 +74,13 @@ class Entry:
     """When the last byte had arrived, where that can be seen; never later than `wait_ended`."""
 
     @property
+    def over(self) -> Mark | None:
+        """The first sign that it was done: the transport's, or that the wait for it ended."""
+        if isinstance(self.ended, float) and isinstance(self.wait_ended, float):
+            return min(self.ended, self.wait_ended)
+        return self.ended or self.wait_ended
+
+    @property
     def wire_bytes(self) -> float:
         return wire_factor(self.operation, self.group_size) * self.nbytes
 
@@ -125,6 +132,13 @@ class Ledger:
     def exposed_seconds(self, *purposes: str, within: tuple[Mark, Mark] | None = None) -> float:
         """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""
         return self._union(((e.wait_started, e.wait_ended) for e in self.of(*(purposes or STEP_PURPOSES))), within)
+
+    def busy_seconds(self) -> float | None:
+        """Time in which some communication was on its way. None: its ends are not seen here (on a GPU)."""
+        entries = self.of(*STEP_PURPOSES)
+        if self.device.type == "cuda":
+            return None
+        return self._union((e.issued, e.over) for e in entries)
 
     def _union(
         self, intervals: Iterator[tuple[Mark | None, Mark | None]], within: tuple[Mark, Mark] | None = None

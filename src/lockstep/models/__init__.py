@@ -83,4 +83,4 @@ def training_flops(model: nn.Module) -> int:
     return 3 * forward_flops(model)
 
 
-__all__ = ["build_model", "forward_flops", "parameter_count", "training_flops"]
+__all__ = ["build_model", "forward_flops", "gpt_shape", "parameter_count", "training_flops"]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
@@ -24,6 +25,7 @@ from lockstep.strategies.holdings import wanted_leaves
 from lockstep.strategies.step import COMPUTE_DTYPES, StepOptions, Totals
 from lockstep.world import World
 
+STALE_MINUTES = 10
 INSTALL = 'pip install -e ".[deepspeed]"'
 WATCHED = {  # its communication: method -> (operation, purpose, which argument is the whole array)
     "all_reduce": ("all_reduce", "gradients", 0),
@@ -180,14 +182,14 @@ class DeepSpeed(Strategy):
         return leaves
 
     @property
-    def _inner(self) -> torch.optim.Optimizer:
+    def local_optimizer(self) -> torch.optim.Optimizer:
         wrapper: Any = self.optimizer
         inner: torch.optim.Optimizer = wrapper.optimizer
         return inner
 
     def _inner_state(self) -> tuple[Tensor | None, list[str]]:
         """The step count, and which tensors the optimizer has for each parameter."""
-        states = list(self._inner.state.values())
+        states = list(self.local_optimizer.state.values())
         first = states[0] if states else {}
         step = torch.as_tensor(float(first["step"])) if "step" in first else None
         return step, [key for key, value in first.items() if isinstance(value, Tensor) and value.dim() > 0]
@@ -209,7 +211,7 @@ class DeepSpeed(Strategy):
             elif kind == "optimizer":
                 parameter, _, key = rest.rpartition(".")
                 if key == "step":
-                    for inner in self._inner.state.values():
+                    for inner in self.local_optimizer.state.values():
                         counts = isinstance(inner["step"], Tensor)
                         inner["step"] = torch.full_like(inner["step"], float(value)) if counts else int(value)
                 else:
@@ -242,7 +244,21 @@ def import_deepspeed() -> Any:
     except ImportError as error:
         raise UserError(f"parallel.data deepspeed needs DeepSpeed ({error}): {INSTALL}") from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    refuse_stale_locks()
     return deepspeed
+
+
+def refuse_stale_locks() -> None:
+    """It compiles parts of itself under a lock that is a mere file; what a killed build has left, it awaits for ever."""
+    from torch.utils.cpp_extension import get_default_build_root  # slow to import
+
+    for lock in Path(get_default_build_root()).glob("*/*/lock"):
+        minutes = (time.time() - lock.stat().st_mtime) / 60
+        if minutes > STALE_MINUTES:
+            raise UserError(
+                f"{lock} is from a build that began {minutes:.0f} minutes ago, and DeepSpeed would wait for its end; "
+                f"if nothing is being built, remove that file"
+            )
 
 
 def host_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

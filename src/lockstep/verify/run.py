@@ -10,10 +10,10 @@ from lockstep.comm.ledger import Traffic
 from lockstep.config import Model, Parallel
 from lockstep.errors import UserError
 from lockstep.strategies import STRATEGIES, Strategy, strategy_named
+from lockstep.strategies.theory import Theory, expected_traffic
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
 from lockstep.verify.laws import check_law, equal_form, law_of
 from lockstep.verify.scenarios import Scenario, saver_scenarios, scenarios_for
-from lockstep.verify.theory import Theory, expected_traffic
 from lockstep.world import World
 
 BUCKET_MB = 0.01

@@ -1,0 +1,147 @@
+"""How training scales with the number of ranks, and what is lost on the way.
+
+    strong   the same global batch, cut among more and more ranks: ideally a step takes 1/n of one rank's
+    weak     the same batch for each rank: ideally a step takes as long as one rank's
+
+Every rank has the same number of cores at every size, so that n ranks are n times the machine, as long as the machine
+has the cores; beyond that, ranks take turns on them, which is a loss of its own and no fault of the strategy. All
+sizes are timed in turns in one run.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lockstep.bench.timing import Timing
+from lockstep.bench.train import Case
+from lockstep.config import Config
+
+Mode = Literal["strong", "weak"]
+MODES: tuple[Mode, ...] = ("strong", "weak")
+
+
+def scaling_cases(config: Config, modes: tuple[Mode, ...], sizes: tuple[int, ...], threads: int) -> list[Case]:
+    """Each size in each mode; the largest decides how many ranks are started."""
+    cases = []
+    for mode in modes:
+        for size in sizes:
+            batch = config.train.batch_size * (size if mode == "weak" else 1)
+            scaled = replace(config, train=replace(config.train, batch_size=batch))
+            name = config.parallel.data
+            cases.append(Case(f"{mode} {size}", name, scaled, ranks=size, threads=threads, details={"mode": mode}))
+    return cases
+
+
+@dataclass
+class Point:
+    """One world size in one mode. Milliseconds of a step: ideal + lost to each cause = measured."""
+
+    mode: Mode
+    ranks: int
+    batch_size: int
+    step_ms: float
+    low95_ms: float
+    high95_ms: float
+    samples_per_s: float
+    ideal_ms: float
+    communication_ms: float
+    """The step stood waiting."""
+    imbalance_ms: float
+    """The slowest rank computed longer than the others."""
+    cores_ms: float
+    """Ranks had to share cores."""
+    speedup: float
+    """Samples per second over one rank's."""
+
+    @property
+    def efficiency(self) -> float:
+        return self.speedup / self.ranks
+
+    @property
+    def other_ms(self) -> float:
+        """What is left: memory bandwidth, smaller matrices, the step's own overhead. Negative: better than ideal."""
+        return self.step_ms - self.ideal_ms - self.communication_ms - self.imbalance_ms - self.cores_ms
+
+    def share(self, ms: float) -> float:
+        return ms / self.step_ms
+
+    def as_row(self) -> dict[str, Any]:
+        return {**self.__dict__, "efficiency": self.efficiency, "other_ms": self.other_ms}
+
+
+def points(timings: list[Timing], slots: int) -> list[Point]:
+    """`slots`: how many ranks have cores of their own; on GPUs, all."""
+    found = []
+    for timing in timings:
+        mode: Mode = timing.details["mode"]
+        one = next(t for t in timings if t.details["mode"] == mode and t.ranks == min(u.ranks for u in timings))
+        ideal = one.median_ms * (one.ranks / timing.ranks if mode == "strong" else 1.0)
+        sure = timing.confidence_ms
+        found.append(
+            Point(
+                mode=mode,
+                ranks=timing.ranks,
+                batch_size=timing.batch_size,
+                step_ms=timing.median_ms,
+                low95_ms=sure.low,
+                high95_ms=sure.high,
+                samples_per_s=timing.samples_per_s,
+                ideal_ms=ideal,
+                communication_ms=timing.exposed_ms,
+                imbalance_ms=timing.imbalance_ms,
+                cores_ms=ideal * max(0.0, timing.ranks / slots - 1),
+                speedup=one.ranks * timing.samples_per_s / one.samples_per_s,
+            )
+        )
+    return found
+
+
+def amdahl_fit(strong: list[Point]) -> float | None:
+    """The serial share s of T(n) = T(1) (s + (1 - s) / n), by least squares; None with fewer than two sizes.
+
+    T(n)/T(1) - 1/n = s (1 - 1/n): a line through the origin.
+    """
+    one = next((p for p in strong if p.ranks == 1), None)
+    others = [p for p in strong if p.ranks > 1]
+    if one is None or not others:
+        return None
+    pairs = [(1 - 1 / p.ranks, p.step_ms / one.step_ms - 1 / p.ranks) for p in others]
+    return min(1.0, max(0.0, sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs)))
+
+
+def amdahl_speedup(serial: float, ranks: int) -> float:
+    return 1 / (serial + (1 - serial) / ranks)
+
+
+def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> list[str]:
+    """What the table says."""
+    lines = []
+    most = max(found, key=lambda p: p.ranks)
+    if not on_gpu and most.ranks > slots:
+        lines.append(
+            f"ranks exceed cores: there are cores for {slots} rank{'s' * (slots > 1)} of {threads} "
+            f"thread{'s' * (threads > 1)}, so larger sizes take turns on them and cannot be faster than {slots} ranks"
+        )
+    strong = [p for p in found if p.mode == "strong"]
+    fair = [p for p in strong if on_gpu or p.ranks <= slots]
+    serial = amdahl_fit(fair)
+    if serial is not None:
+        limit = f"never more than {1 / serial:.1f} times one rank" if serial > 0.001 else "no limit in sight"
+        lines.append(
+            f"Amdahl's law, fitted to {', '.join(str(p.ranks) for p in fair)} ranks: {serial:.1%} of a step does not "
+            f"scale; {limit}"
+        )
+    for mode in dict.fromkeys(p.mode for p in found):
+        last = [p for p in found if p.mode == mode and (on_gpu or p.ranks <= slots)][-1]
+        losses = {
+            "communication": last.communication_ms,
+            "load imbalance": last.imbalance_ms,
+            "shared cores": last.cores_ms,
+            "other": last.other_ms,
+        }
+        worst = max(losses, key=lambda cause: losses[cause])
+        if last.ranks > 1 and losses[worst] > 0:
+            lines.append(
+                f"{mode}, {last.ranks} ranks: efficiency {last.efficiency:.0%}; most is lost to {worst} "
+                f"({losses[worst]:.1f} of {last.step_ms:.1f} ms)"
+            )
+    return lines

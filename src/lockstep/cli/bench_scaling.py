@@ -1,0 +1,115 @@
+"""`lockstep bench scaling`."""
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.bench.plot import plot_scaling
+from lockstep.bench.presets import GPT_25M, text
+from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
+from lockstep.bench.timing import Timing
+from lockstep.cli.arguments import RunArguments, check_folder, config_from, parse, sections
+from lockstep.cli.bench_train import time_cases
+from lockstep.cli.tables import console, new_table
+from lockstep.cli.train_tables import write_rows
+from lockstep.errors import UserError
+from lockstep.launch import available_cores, run_on_ranks
+from lockstep.record import Record
+
+
+@dataclass
+class BenchScalingArguments(RunArguments):
+    """Weak and strong scaling over world sizes, in turns in one run: speed-up, efficiency, and what is lost to what.
+
+    A config file may come first; without one it is a GPT of 25M parameters. --parallel.data names the strategy.
+
+    For example:
+
+    lockstep bench scaling --world-size 1 2 4 --plot scaling.png
+
+    lockstep bench scaling configs/digits_cnn.yaml --parallel.data zero3 --modes weak
+    """
+
+    world_size: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of ranks; the largest is started."""
+    modes: tuple[Mode, ...] = MODES
+    """strong: the same global batch for all; weak: the same batch for each rank."""
+    threads: int | None = None
+    """Cores of each rank, the same at every size. None: what the largest size leaves for each, at least 1."""
+    steps: int = 8
+    """Timed steps of each size and mode."""
+    warmup: int = 2
+    """Untimed steps before."""
+    csv: str | None = None
+    """Write one line per size and mode to this file."""
+    json: str | None = None
+    """Write everything to this file, for `lockstep report`."""
+    plot: str | None = None
+    """Draw speed-up and efficiency to this file (.png, .svg or .pdf)."""
+
+
+def main(argv: list[str]) -> int:
+    config, rest = config_from(argv, text(GPT_25M, 8))
+    arguments = parse(BenchScalingArguments, rest, "bench scaling", default=BenchScalingArguments(**sections(config)))
+    config = arguments.config()
+    sizes = tuple(sorted(set(arguments.world_size)))
+    if not sizes or sizes[0] < 1:
+        raise UserError(f"--world-size {' '.join(map(str, arguments.world_size))}: give numbers of 1 or more")
+    if not arguments.modes or arguments.steps < 1 or arguments.warmup < 0:
+        raise UserError("at least one of --modes, 1 of --steps and 0 of --warmup")
+    if arguments.launch.nproc not in (None, sizes[-1]):
+        raise UserError(f"--nproc {arguments.launch.nproc} is not the largest --world-size {sizes[-1]}; leave it out")
+    for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
+        check_folder(flag, file)
+    cores = available_cores()
+    threads = arguments.threads if arguments.threads is not None else max(1, cores // sizes[-1])
+    if not 1 <= threads <= cores:
+        raise UserError(f"--threads {threads}: this machine has {cores} cores")
+    cases = scaling_cases(config, arguments.modes, sizes, threads)
+    ranks = run_on_ranks(
+        time_cases, cases, arguments.steps, arguments.warmup, launch=arguments.launch, default_nproc=sizes[-1]
+    )
+    if os.environ.get("RANK", "0") == "0":
+        timings: list[Timing] = ranks[0]
+        on_gpu = "datasheet" in timings[0].peak_source
+        slots = sizes[-1] if on_gpu else max(1, cores // threads)
+        found = points(timings, slots)
+        print_scaling(found, timings[0], sentences(found, slots, threads, on_gpu))
+        if arguments.csv is not None:
+            write_rows([p.as_row() for p in found], Path(arguments.csv))
+        if arguments.plot is not None:
+            plot_scaling(found, Path(arguments.plot), slots)
+        if arguments.json is not None:
+            serial = amdahl_fit([p for p in found if p.mode == "strong" and p.ranks <= slots])
+            result = {"points": [p.as_row() for p in found], "slots": slots, "threads": threads, "serial": serial}
+            title = f"{config.parallel.data}, {' and '.join(arguments.modes)}"
+            Record("bench scaling", result, asdict(config), title=title).write(Path(arguments.json))
+    return 0
+
+
+def print_scaling(found: list[Point], first: Timing, lines: list[str]) -> None:
+    screen = console()
+    table = new_table(
+        f"{first.strategy}, {first.parameters:,} parameters, {len(first.step_s)} steps each, in turns",
+        ("mode",),
+        (
+            *("ranks", "global\nbatch", "step ms\nmedian", "95%\ninterval", "samples\n/s", "speed-up", "effi-\nciency"),
+            *("lost to\ncomm. %", "imbal-\nance %", "shared\ncores %", "other\n%"),
+        ),
+    )
+    for p in found:
+        losses = (p.communication_ms, p.imbalance_ms, p.cores_ms, p.other_ms)
+        table.add_row(
+            p.mode,
+            str(p.ranks),
+            str(p.batch_size),
+            f"{p.step_ms:.1f}",
+            f"{p.low95_ms:.1f} - {p.high95_ms:.1f}",
+            f"{p.samples_per_s:,.1f}",
+            f"{p.speedup:.2f}",
+            f"{p.efficiency:.0%}",
+            *(f"{100 * p.share(ms):.0f}" for ms in losses),
+        )
+    screen.print(table)
+    for line in lines:
+        screen.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,171 @@
+"""What `lockstep bench train` shows and writes: time, communication, memory, and what can be said of them."""
+
+import csv
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lockstep.bench.network import GBIT_PER_S, predicted_share
+from lockstep.bench.timing import Timing, baseline_of, same_work
+from lockstep.cli.tables import new_table
+from lockstep.link import parse_link
+
+
+def print_timings(screen: Console, timings: list[Timing], baselines: list[Timing], reading: list[str]) -> None:
+    print_times(screen, timings, baselines)
+    if any(t.ranks > 1 for t in timings):
+        print_communication(screen, timings)
+    print_memory(screen, timings)
+    for line in [*reading, *verdicts(timings), *notes(timings, baselines)]:
+        screen.print(line, highlight=False, soft_wrap=True)
+
+
+def print_times(screen: Console, timings: list[Timing], baselines: list[Timing]) -> None:
+    first = timings[0]
+    sizes = {(t.parameters, t.batch_size) for t in timings}
+    work = f"{first.parameters:,} parameters, global batch {first.batch_size}, " if len(sizes) == 1 else ""
+    rate = "tokens\n/s" if first.tokens_per_sample else "samples\n/s"
+    table = new_table(
+        f"time: {work}{first.ranks} ranks, {len(first.step_s)} steps each, in turns",
+        ("strategy",),
+        (
+            *("step ms\nmedian", "p10 - p90\nms", f"ratio to\n{first.label}", "95%\ninterval"),
+            *(rate, "TFLOP/s", "MFU\n%", "speed-up over\none process"),
+        ),
+    )
+    for t in [*timings, *(baselines if len(baselines) == 1 else [])]:
+        (low, high), ratio, single = t.spread_ms, t.ratio_to(first), baseline_of(t, baselines)
+        table.add_row(
+            t.label,
+            f"{t.median_ms:.2f}",
+            f"{low:.1f} - {high:.1f}",
+            f"{ratio.value:.3f}" if same_work(t, first) else "-",
+            f"{ratio.low:.3f} - {ratio.high:.3f}" if same_work(t, first) else "-",
+            f"{t.tokens_per_s if t.tokens_per_sample else t.samples_per_s:,.0f}",
+            f"{t.flops_per_s / 1e12:.3g}",
+            f"{100 * t.mfu:.1f}",
+            f"{single.median_ms / t.median_ms:.2f}" if single is not None else "-",
+        )
+    screen.print(table)
+
+
+def print_communication(screen: Console, timings: list[Timing]) -> None:
+    table = new_table(
+        "communication, per rank and step",
+        ("strategy",),
+        (
+            *("compute\nms", "exposed\nms", "exposed\n%", "total\nms", "hidden\n%"),
+            *("calls", "by\ntheory", "MB\nsent", "by\ntheory"),
+        ),
+    )
+    for t in timings:
+        calls = t.theory.collectives if t.theory is not None else None
+        table.add_row(
+            t.label,
+            f"{t.compute_ms:.2f}",
+            f"{t.exposed_ms:.2f}",
+            f"{100 * t.exposed_share:.0f}",
+            _or_dash(t.comm_ms, ".2f"),
+            _or_dash(100 * t.hidden_share, ".0f"),
+            f"{t.collectives:.1f}",
+            "-" if calls is None else str(calls),
+            f"{t.wire_mb:.3f}",
+            _or_dash(t.theory_mb, ".3f"),
+        )
+    screen.print(table)
+
+
+def print_memory(screen: Console, timings: list[Timing]) -> None:
+    table = new_table(
+        "memory, MiB of tensors on the rank that holds most",
+        ("strategy",),
+        ("param-\neters", "gradi-\nents", "optimizer\nstate", "activations,\ntemporaries", "buffers,\nother", "peak"),
+    )
+    for t in timings:
+        m = t.memory
+        parts = (m.parameters_mib, m.gradients_mib, m.optimizer_mib, m.activations_mib, m.other_mib, m.peak_mib)
+        table.add_row(t.label, *(f"{part:.1f}" for part in parts))
+    screen.print(table)
+
+
+def print_network_shares(
+    screen: Console, timings: list[Timing], link: str | None, measured: list[dict[str, Any]]
+) -> None:
+    """How much of a step waits for communication on slower networks: measured over --link, else by formula."""
+    link_gbit = parse_link(link).bits_per_second / 1e9 if link is not None else 0.0
+    rates = sorted({*GBIT_PER_S, *([link_gbit] if link_gbit else [])})
+    found = {row["label"]: row["exposed_fraction"] for row in measured}
+    table = new_table(
+        "share of a step that waits for communication, on networks of Gbit/s",
+        ("strategy",),
+        ("here\nmeasured", *(f"{rate:g}\npredicted" for rate in rates)),
+    )
+    if found:
+        table.add_column(f"{link}\nmeasured", justify="right", no_wrap=True)
+    for t in timings:
+        cells = [f"{t.exposed_share:.0%}", *(f"{predicted_share(t, rate):.0%}" for rate in rates)]
+        table.add_row(t.label, *cells, *([f"{found[t.label]:.0%}"] if found else []))
+    screen.print(table)
+
+
+def _or_dash(value: float, form: str) -> str:
+    return "-" if isnan(value) else f"{value:{form}}"
+
+
+def verdicts(timings: list[Timing]) -> list[str]:
+    """What differs from the first beyond the noise; the rest in one line."""
+    first, lines, alike = timings[0], [], []
+    for t in timings[1:]:
+        if not same_work(t, first):
+            continue
+        ratio = t.ratio_to(first)
+        if not ratio.differs_from_one:
+            alike.append(t.label)
+            continue
+        ends = sorted((abs(1 - ratio.low), abs(1 - ratio.high)))
+        word = "faster" if ratio.value < 1 else "slower"
+        lines.append(
+            f"{t.label} is {100 * abs(1 - ratio.value):.0f}% {word} than {first.label} "
+            f"(95% sure: {100 * ends[0]:.0f} to {100 * ends[1]:.0f}%)"
+        )
+    if alike:
+        lines.append(f"no difference to {first.label} beyond the noise: {', '.join(alike)}")
+    return lines
+
+
+def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
+    """How to read the tables."""
+    first = timings[0]
+    lines = [
+        f"MFU: {first.flops_per_step / first.batch_size / 1e9:.3g} GFLOP per sample (matrix products, forward and "
+        f"backward) of a peak of {first.peak_flops / 1e12:.3g} TFLOP/s for all ranks ({first.peak_source})."
+    ]
+    if first.ranks > 1:
+        lines.append("exposed: the step stood waiting for it. total: some of it was on its way. hidden: the rest.")
+    if baselines:
+        lines.append("one process: the whole batch on one rank, with the cores of all.")
+    return lines
+
+
+def write_csv(rows: list[dict[str, Any]], file: Path, renamed: dict[str, str]) -> None:
+    """One line per case; `renamed`: columns to begin with, under the names that others know -> ours."""
+    known = [{**{theirs: row.get(ours) for theirs, ours in renamed.items()}, **row} for row in rows]
+    write_rows(known, file)
+
+
+def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
+    """CSV with the columns of all rows."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerow(columns)
+        for row in rows:
+            writer.writerow(_cell(row.get(name)) for name in columns)
+
+
+def _cell(value: Any) -> Any:
+    if value is None or (isinstance(value, float) and isnan(value)):
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value
