@@ -44,9 +44,9 @@ class Point:
     samples_per_s: float
     ideal_ms: float
     communication_ms: float
-    """The step stood waiting."""
+    """The step stood waiting, though all ranks had come."""
     imbalance_ms: float
-    """The slowest rank computed longer than the others."""
+    """The step stood waiting for the slowest rank, which computed longer."""
     cores_ms: float
     """Ranks had to share cores."""
     speedup: float
@@ -86,7 +86,7 @@ def points(timings: list[Timing], slots: int) -> list[Point]:
                 high95_ms=sure.high,
                 samples_per_s=timing.samples_per_s,
                 ideal_ms=ideal,
-                communication_ms=timing.exposed_ms,
+                communication_ms=max(0.0, timing.exposed_ms - timing.imbalance_ms),
                 imbalance_ms=timing.imbalance_ms,
                 cores_ms=ideal * max(0.0, timing.ranks / slots - 1),
                 speedup=one.ranks * timing.samples_per_s / one.samples_per_s,

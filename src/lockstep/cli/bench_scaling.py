@@ -1,7 +1,7 @@
 """`lockstep bench scaling`."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lockstep.bench.plot import plot_scaling
@@ -49,7 +49,7 @@ class BenchScalingArguments(RunArguments):
 
 
 def main(argv: list[str]) -> int:
-    config, rest = config_from(argv, text(GPT_25M, 8))
+    config, rest = config_from(argv, text(replace(GPT_25M, context=32), 4))
     arguments = parse(BenchScalingArguments, rest, "bench scaling", default=BenchScalingArguments(**sections(config)))
     config = arguments.config()
     sizes = tuple(sorted(set(arguments.world_size)))

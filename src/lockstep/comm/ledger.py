@@ -68,6 +68,8 @@ class Entry:
     nbytes: int
     """Payload S in bytes."""
     issued: Mark
+    subject: str = ""
+    """Which bucket or block it is about."""
     wait_started: Mark | None = None
     wait_ended: Mark | None = None
     ended: Mark | None = None
@@ -118,7 +120,7 @@ class Ledger:
         self.started = mark(self.device)
 
     def add(self, operation: str, purpose: str, group_size: int, nbytes: int) -> Entry:
-        entry = Entry(operation, purpose, group_size, nbytes, mark(self.device))
+        entry = Entry(operation, purpose, group_size, nbytes, mark(self.device), _subject)
         self.entries.append(entry)
         return entry
 
@@ -157,11 +159,23 @@ class Ledger:
 
 
 _active: Ledger | None = None
+_subject = ""
 
 
 def active_ledger() -> Ledger | None:
     """The ledger that collectives write to now, if any."""
     return _active
+
+
+@contextmanager
+def about(subject: str) -> Iterator[None]:
+    """Collectives issued inside say in the ledger which bucket or block they are about."""
+    global _subject
+    before, _subject = _subject, subject
+    try:
+        yield
+    finally:
+        _subject = before
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class ObservedGroup(dist.ProcessGroup):
         if ledger is not None:
             entry = ledger.add(operation, purpose, self.size(), sum(t.nbytes for t in tensors))
             if purpose == "gradients":
+                entry.subject = f"bucket {len(self._open)}"
                 self._open.append(entry)
             if tensors[0].device.type == "cpu":
                 note_end(work, entry)

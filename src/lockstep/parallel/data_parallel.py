@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.by_hand import check_algorithm
 from lockstep.comm.collectives import Group, all_gather, group_size
+from lockstep.comm.ledger import about
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
 from lockstep.parallel.compression import make_reducer
@@ -116,7 +117,8 @@ class DataParallel(GradientWrapper):
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
         bucket.raise_flags()
-        bucket.finish = self._reducers[self._launched].start(bucket)
+        with about(f"bucket {self._launched}"):
+            bucket.finish = self._reducers[self._launched].start(bucket)
         self._launched += 1
 
     # ---- between backward and the optimizer -------------------------------------------------------------

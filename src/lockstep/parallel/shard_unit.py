@@ -27,6 +27,7 @@ from lockstep.comm.collectives import (
     new_buffer,
     reduce_scatter_async,
 )
+from lockstep.comm.ledger import about
 from lockstep.parallel.flat import FlatLayout, Piece
 
 Owner = tuple[nn.Module, str]
@@ -44,13 +45,14 @@ class ShardUnit:
         device: torch.device,
         shard_device: torch.device,
         replicated: bool = False,
+        name: str = "",
     ) -> None:
-        """`owners`: every parameter, and where it stands; a tied one stands in several places.
+        """`name`: of the block. `owners`: every parameter, and where it stands; a tied one stands in several places.
 
         `device`: where to compute; `shard_device`: where the shard lies. `replicated`: every rank holds all of it,
         and gradients are all-reduced.
         """
-        self.group, self.owners, self.replicated = group, owners, replicated
+        self.group, self.owners, self.replicated, self.name = group, owners, replicated, name
         self.parameters = list(owners)
         self.size = 1 if replicated else group_size(group)
         self.rank = 0 if replicated else group_rank(group)
@@ -130,7 +132,8 @@ class ShardUnit:
         part = self.shard
         if (part.dtype, part.device) != (self.dtype, self.device):
             part = self.layout.part(self._memory, self.rank).copy_(self.shard, non_blocking=True)
-        self.gathering = all_gather_into_async(self._memory, part, self.group, purpose="parameters")
+        with about(self.name):
+            self.gathering = all_gather_into_async(self._memory, part, self.group, purpose="parameters")
 
     def _version(self) -> int:
         """Grows whenever an optimizer writes to the pieces."""
@@ -210,12 +213,12 @@ class ShardUnit:
             self.bodies[index].grad = None
             self.used[index] = True
         self.reduced = True
-        if self.replicated:
-            self._arriving = buffer
-            self._reducing = all_reduce_async(buffer, group=self.group, purpose="gradients")
-        else:
-            self._arriving = self._place_of_mean(adding)
-            self._reducing = reduce_scatter_async(self._arriving, buffer, group=self.group, purpose="gradients")
+        self._arriving = buffer if self.replicated else self._place_of_mean(adding)
+        with about(self.name):
+            if self.replicated:
+                self._reducing = all_reduce_async(buffer, group=self.group, purpose="gradients")
+            else:
+                self._reducing = reduce_scatter_async(self._arriving, buffer, group=self.group, purpose="gradients")
         self._summing = adding
 
     def _place_of_mean(self, adding: bool) -> Tensor:

@@ -24,6 +24,7 @@ from lockstep.comm.collectives import (
     new_buffer,
     reduce_scatter_async,
 )
+from lockstep.comm.ledger import about
 from lockstep.errors import UserError
 from lockstep.parallel.sharded_optimizer import ParameterBucket, ShardedOptimizer
 from lockstep.parallel.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
@@ -164,7 +165,8 @@ class ShardedDataParallel(GradientWrapper):
         if self.stage == 2:
             for earlier in self.buckets[: self._launched]:
                 earlier.wait()  # its gradients lie in the same buffer
-        self.buckets[self._launched].launch()
+        with about(f"bucket {self._launched}"):
+            self.buckets[self._launched].launch()
         self._launched += 1
 
     # ---- between backward and the optimizer ------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lockstep.parallel.shard_unit import Owner, ShardUnit
 from lockstep.parallel.wrapper import GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
 
 CPU = torch.device("cpu")
+OUTSIDE = "outside the blocks"
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Initialize = Callable[[nn.Module], None]
 
@@ -78,11 +79,11 @@ class ShardedModule(GradientWrapper):
         places, homes = self._homes(chosen)
         for name, module in chosen.items():
             mine = {p: places[p] for p in places if homes[p] == {name}}
-            units = self._units(mine, replicated=False, initialize=initialize)
+            units = self._units(mine, name or OUTSIDE, replicated=False, initialize=initialize)
             if units:
                 self.blocks.append(Block(module, units, is_root=module is self.module))
         outside = {p: places[p] for p in places if len(homes[p]) > 1 or homes[p] == {None}}
-        self.rest = self._units(outside, replicated=True, initialize=initialize)
+        self.rest = self._units(outside, OUTSIDE, replicated=True, initialize=initialize)
 
     def _homes(
         self, chosen: dict[str, nn.Module]
@@ -102,7 +103,7 @@ class ShardedModule(GradientWrapper):
         return places, homes
 
     def _units(
-        self, owners: dict[nn.Parameter, list[Owner]], replicated: bool, initialize: Initialize
+        self, owners: dict[nn.Parameter, list[Owner]], name: str, replicated: bool, initialize: Initialize
     ) -> list[ShardUnit]:
         """One for each dtype, trained and frozen apart. Batch norms, whose statistics are fp32, compute in fp32."""
         alike: dict[tuple[torch.dtype, torch.dtype | None, bool], dict[nn.Parameter, list[Owner]]] = {}
@@ -115,7 +116,7 @@ class ShardedModule(GradientWrapper):
                 broadcast_tensor(parameter, self.group)
         devices = self._device, self._shard_device
         units = [
-            ShardUnit(owned, self.group, dtype, *devices, replicated=replicated)
+            ShardUnit(owned, self.group, dtype, *devices, replicated=replicated, name=name)
             for (_, dtype, _), owned in alike.items()
         ]
         if empty:

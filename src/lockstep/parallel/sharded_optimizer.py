@@ -31,6 +31,7 @@ from lockstep.comm.collectives import (
     group_size,
     new_buffer,
 )
+from lockstep.comm.ledger import about
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, assign_buckets
 from lockstep.parallel.flat import FlatLayout, Piece
@@ -162,7 +163,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.grad = None
         for bucket in self.buckets:
             bucket.put_back()
-        for pending in [bucket.gather() for bucket in self.buckets]:
+        gathering = []
+        for number, bucket in enumerate(self.buckets):
+            with about(f"bucket {number}"):
+                gathering.append(bucket.gather())
+        for pending in gathering:
             pending.wait()
         return loss
 

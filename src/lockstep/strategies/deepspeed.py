@@ -249,7 +249,7 @@ def import_deepspeed() -> Any:
 
 
 def refuse_stale_locks() -> None:
-    """It compiles parts of itself under a lock that is a mere file; what a killed build has left, it awaits for ever."""
+    """It compiles parts of itself under a lock that is a mere file; one of a killed build it awaits for ever."""
     from torch.utils.cpp_extension import get_default_build_root  # slow to import
 
     for lock in Path(get_default_build_root()).glob("*/*/lock"):

@@ -15,9 +15,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
+from lockstep.comm.ledger import about
 from lockstep.comm.observe import observed
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.sharded_module import OUTSIDE
 from lockstep.parallel.wrapper import broadcast_module
 from lockstep.strategies.base import MakeOptimizer
 from lockstep.strategies.ddp import DDP
@@ -55,10 +57,10 @@ class FSDP(Sharded):
             fully_shard(block, reshard_after_forward=free, mp_policy=inside, **options)
         # What lies outside the blocks is not freed: backward begins with it.
         fully_shard(model, reshard_after_forward=False, mp_policy=around, **options)
-        gather: Any = ObservedGather()
-        scatter: Any = ObservedScatter()
-        for module in model.modules():
+        for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
+                gather: Any = ObservedGather(name or OUTSIDE)
+                scatter: Any = ObservedScatter(name or OUTSIDE)
                 module.set_custom_all_gather(gather)
                 module.set_custom_reduce_scatter(scatter)
                 if self.world.device.type == "cpu":  # gloo's average has summed
@@ -130,13 +132,17 @@ def ranks_of_a_copy(world_size: int) -> int:
 class ObservedGather:
     """FSDP2's all-gather, written to the ledger. On the CPU it is synchronous; on a GPU its wait is in a stream."""
 
+    def __init__(self, name: str) -> None:
+        """`name`: of the block."""
+        self.name = name
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        with observed("all_gather", "parameters", output_tensor, group):
+        with about(self.name), observed("all_gather", "parameters", output_tensor, group):
             work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
@@ -150,7 +156,7 @@ class ObservedScatter(ObservedGather):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        with observed("reduce_scatter", "gradients", input_tensor, group):
+        with about(self.name), observed("reduce_scatter", "gradients", input_tensor, group):
             work: dist.Work | None = reduce_scatter_single(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )

@@ -1,0 +1,86 @@
+"""`lockstep profile`."""
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.cli.arguments import RunArguments, config_from, parse, sections
+from lockstep.cli.tables import console, new_table
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.launch import run_on_ranks
+from lockstep.profile import Profile, profile_steps
+from lockstep.profile.diagnosis import KINDS, words
+from lockstep.record import Record
+from lockstep.training.metrics import writing_to
+
+TRACE, RECORD = "trace.json.gz", "profile.json"
+
+
+@dataclass
+class ProfileArguments(RunArguments):
+    """Take some steps under torch.profiler, all ranks on one time base, and say what the run is bound by.
+
+    Writes to --run-dir: trace.json.gz, for chrome://tracing or ui.perfetto.dev, with a row for each rank's operations,
+    one for its collectives on their way and one for its waits; and profile.json, for `lockstep report`.
+
+    For example:
+
+    lockstep profile configs/gpt_text.yaml --nproc 2 --parallel.data zero3
+
+    lockstep profile --model.name mlp --nproc 4 --parallel.data naive --run-dir runs/naive
+    """
+
+    run_dir: str = "runs/profile"
+    """Folder of what is written."""
+    steps: int = 3
+    """Profiled steps."""
+    warmup: int = 3
+    """Steps before."""
+    memory_snapshot: bool = False
+    """On a GPU: also write memory.pickle, rank 0's allocations, for pytorch.org/memory_viz."""
+
+
+def main(argv: list[str]) -> int:
+    config, rest = config_from(argv)
+    arguments = parse(ProfileArguments, rest, "profile", default=ProfileArguments(**sections(config)))
+    config = arguments.config()
+    if arguments.steps < 1 or arguments.warmup < 0:
+        raise UserError(f"--steps {arguments.steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
+    folder = Path(arguments.run_dir)
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    snapshot = folder / "memory.pickle" if arguments.memory_snapshot else None
+    found: Profile = run_on_ranks(
+        *(profile_steps, config, arguments.steps, arguments.warmup, folder / TRACE, snapshot),
+        launch=arguments.launch,
+        default_nproc=2,
+    )[0]
+    if os.environ.get("RANK", "0") == "0":
+        show(found, config, folder, snapshot)
+    return 0
+
+
+def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) -> None:
+    screen = console()
+    ranks = len(found.diagnoses)
+    table = new_table(
+        f"{config.model.name}, {found.parameters:,} parameters, {config.parallel.data}",
+        ("rank",),
+        ("step\nms", *(f"{kind}\n% of it" for kind in KINDS)),
+    )
+    for rank, diagnosis in enumerate(found.diagnoses):
+        shares = (f"{100 * diagnosis.shares[kind]:.0f}" for kind in KINDS)
+        table.add_row(str(rank), f"{diagnosis.step_ms:.1f}", *shares)
+    screen.print(table)
+    first = found.diagnoses[0]
+    lines = words(first, config, ranks)
+    operations = ", ".join(f"{name} {share:.0%}" for name, share in first.top[:5])
+    for line in [*lines, f"longest operations: {operations}"]:
+        screen.print(line, highlight=False, soft_wrap=True)
+    written = [folder / TRACE, folder / RECORD, *([snapshot] if snapshot else [])]
+    result = {"diagnoses": found.diagnoses, "timelines": found.timelines, "words": lines}
+    title = f"{config.parallel.data}, {ranks} ranks"
+    with writing_to(folder):
+        Record("profile", result, asdict(config), title=title).write(folder / RECORD)
+    screen.print(f"written: {', '.join(map(str, written))} ({found.events:,} events in the trace)", soft_wrap=True)

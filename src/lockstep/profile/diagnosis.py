@@ -1,0 +1,134 @@
+"""What a run is bound by, in words: where the time of its steps went, and which flag to try next."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config import Config
+from lockstep.profile.trace import Event, covered, self_times
+
+MATRIX = ("mm", "matmul", "linear", "conv", "attention", "flash", "gemm", "cutlass", "einsum", "xmma")
+"""Parts of the names of operations and kernels whose cost is arithmetic; of others it is moving memory."""
+NCCL = "nccl"
+STEP, DATA = "step", "data loading"
+KINDS = {
+    "compute": "matrix products and convolutions",
+    "memory": "operations that mostly move memory: elementwise, norms, copies, the optimizer",
+    "communication": "the step stood waiting for other ranks",
+    "data": "reading the batch",
+    "host": "Python and the framework's own work between operations",
+}
+
+
+@dataclass
+class Diagnosis:
+    """Shares of the time of the profiled steps, of one rank; they add up to 1."""
+
+    shares: dict[str, float]
+    step_ms: float
+    top: list[tuple[str, float]] = field(default_factory=list)
+    """The operations that took longest by themselves: (name, share)."""
+    device: str = "cpu"
+
+    @property
+    def bound_by(self) -> str:
+        return max(self.shares, key=lambda kind: self.shares[kind])
+
+
+def diagnose(events: list[Event], exposed_ms: float, on_gpu: bool) -> Diagnosis:
+    """From one rank's trace of some steps, and the milliseconds per step that it waited for communication."""
+    steps = [e for e in events if e["name"] == STEP and e["cat"] == "user_annotation"]
+    reading = [e for e in events if e["name"] == DATA and e["cat"] == "user_annotation"]
+    total = sum(e["dur"] for e in steps) + sum(e["dur"] for e in reading)
+    main = steps[0]["tid"]
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in steps]
+    ops = [e for e in events if is_work(e, main, on_gpu) and any(a <= e["ts"] < b for a, b in spans)]
+    times = self_times_by_lane(ops)
+    matrix = sum(t for name, t in times.items() if any(part in name.lower() for part in MATRIX) and NCCL not in name)
+    busy = sum(covered(ops, a, b) for a, b in spans)
+    network = min(1e3 * exposed_ms * len(steps), total)
+    work = sum(times.values()) or 1.0
+    computing = max(0.0, min(busy, total - network)) * matrix / work
+    moving = max(0.0, min(busy, total - network)) * (1 - matrix / work)
+    data = sum(e["dur"] for e in reading)
+    host = max(0.0, total - computing - moving - network - data)
+    parts = {"compute": computing, "memory": moving, "communication": network, "data": data, "host": host}
+    whole = sum(parts.values()) or 1.0
+    top = sorted(times.items(), key=lambda item: -item[1])[:8]
+    return Diagnosis(
+        shares={kind: part / whole for kind, part in parts.items()},
+        step_ms=total / max(1, len(steps)) / 1e3,
+        top=[(name, t / work) for name, t in top],
+        device="cuda" if on_gpu else "cpu",
+    )
+
+
+def is_work(event: Event, main: Any, on_gpu: bool) -> bool:
+    """On a GPU its kernels are the work, and the host only feeds them; NCCL's kernels mostly wait."""
+    if on_gpu:
+        return event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") and NCCL not in event["name"].lower()
+    return bool(event["cat"] == "cpu_op" and event["tid"] == main and not event["name"].startswith("c10d::"))
+
+
+def self_times_by_lane(events: list[Event]) -> dict[str, float]:
+    """Threads, or streams, one by one: spans nest within one only."""
+    totals: dict[str, float] = {}
+    for lane in {(e["pid"], e["tid"]) for e in events}:
+        for name, microseconds in self_times([e for e in events if (e["pid"], e["tid"]) == lane]).items():
+            totals[name] = totals.get(name, 0.0) + microseconds
+    return totals
+
+
+def words(diagnosis: Diagnosis, config: Config, ranks: int) -> list[str]:
+    """The verdict, the numbers that say so, and what to try next."""
+    bound = diagnosis.bound_by
+    share = diagnosis.shares[bound]
+    lines = [f"bound by {bound}: {share:.0%} of a step of {diagnosis.step_ms:.1f} ms is {KINDS[bound]}"]
+    rest = sorted((kind for kind in diagnosis.shares if kind != bound), key=lambda kind: -diagnosis.shares[kind])
+    lines.append("the rest: " + ", ".join(f"{kind} {diagnosis.shares[kind]:.0%}" for kind in rest))
+    lines += [f"try next: {flag}" for flag in flags_to_try(bound, config, ranks, diagnosis.device)]
+    return lines
+
+
+def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[str]:
+    """Only what the config has not got already."""
+    train, parallel = config.train, config.parallel
+    ideas: list[tuple[bool, str]] = []
+    match bound:
+        case "communication":
+            manual = parallel.data in ("naive", "flat", "overlap")
+            ideas = [
+                (manual, "--parallel.data bucketed (sends buckets while backward still computes)"),
+                (parallel.data == "zero3" and parallel.prefetch < 2, "--parallel.prefetch 2 (gathers further ahead)"),
+                (
+                    parallel.data in ("zero3", "fsdp") and parallel.sharding == "FULL_SHARD",
+                    "--parallel.sharding SHARD_GRAD_OP (a third less traffic, for more memory)",
+                ),
+                (train.accumulation == 1, "--train.accumulation 4 with 4 times the batch (one exchange for 4)"),
+                (
+                    parallel.data in ("bucketed", "naive", "flat", "overlap") and parallel.compression == "none",
+                    "--parallel.compression bf16 (half the bytes)",
+                ),
+            ]
+        case "compute":
+            ideas = [
+                (device == "cuda" and train.precision == "fp32", "--train.precision bf16 (the matrix units' own)"),
+                (not train.compile, "--train.compile (fuses what stands between the products)"),
+                (ranks == 1, "--nproc 2 or more: there is computation to share out"),
+                (train.recompute != "none", "--train.recompute none, if the memory allows: it computes forward twice"),
+            ]
+        case "memory":
+            ideas = [
+                (not train.compile, "--train.compile (fused operations read and write once)"),
+                (device == "cuda" and train.precision == "fp32", "--train.precision bf16 (half the bytes)"),
+                (parallel.data in ("bucketed", "ddp") and ranks > 1, "--parallel.data zero1 (1/n of the optimizer)"),
+                (True, "a larger --train.batch-size: the optimizer's share falls"),
+            ]
+        case "data":
+            ideas = [(True, "a larger --train.batch-size, or data that is prepared beforehand")]
+        case _:
+            ideas = [
+                (not train.compile, "--train.compile (one call for many operations)"),
+                (True, "a larger --train.batch-size: more work for each call"),
+                (parallel.data == "naive", "--parallel.data bucketed (fewer, larger collectives)"),
+            ]
+    return [text for wanted, text in ideas if wanted]

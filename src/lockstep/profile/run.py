@@ -1,0 +1,106 @@
+"""Some steps under torch.profiler on every rank, put together."""
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lockstep.bench.timeline import timeline
+from lockstep.bench.train import full_batches
+from lockstep.comm.collectives import all_gather_objects, barrier
+from lockstep.config import Config, check_ranges
+from lockstep.data import read_share
+from lockstep.errors import UserError
+from lockstep.profile.diagnosis import DATA, STEP, Diagnosis, diagnose
+from lockstep.profile.regions import named_blocks
+from lockstep.profile.trace import RankTrace, clock_offset_us, collective_events, merged, write_trace
+from lockstep.training import prepare_strategy
+from lockstep.training.prepare import load_data
+from lockstep.world import World
+
+
+@dataclass
+class Profile:
+    """What rank 0 has of a profiled run."""
+
+    diagnoses: list[Diagnosis]
+    """Of each rank."""
+    timelines: list[dict[str, Any]]
+    """The last step of each rank."""
+    parameters: int
+    events: int
+    """In the trace."""
+
+
+def profile_steps(
+    world: World, config: Config, steps: int, warmup: int, trace_file: Path, snapshot: Path | None = None
+) -> Profile:
+    """Take `steps` profiled steps after `warmup` others; rank 0 writes one trace of all ranks to `trace_file`."""
+    check_ranges(config)
+    on_gpu = world.device.type == "cuda"
+    if snapshot is not None and not on_gpu:
+        raise UserError("--memory-snapshot shows a GPU's memory, and these ranks run on the CPU; leave it out")
+    dataset = load_data(world, config)
+    strategy = prepare_strategy(world, config, dataset)
+    batches = full_batches(config, dataset)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its start on stderr
+    exposed, ledger_events = [], []
+    last: dict[str, Any] = {}
+    if snapshot is not None and world.is_main:
+        torch.cuda.memory._record_memory_history()
+    with named_blocks(strategy.model):
+        for index in range(warmup):
+            strategy.step(read_share(dataset.train, batches[index % len(batches)], strategy.batch_share()))
+        synchronize(world)
+        with profile(activities=activities) as profiler:
+            for index in range(steps):
+                with record_function(DATA):
+                    batch = read_share(dataset.train, batches[index % len(batches)], strategy.batch_share())
+                synchronize(world)
+                began = time.time() * 1e6
+                with record_function(STEP):
+                    strategy.step(batch)
+                    if on_gpu:
+                        torch.cuda.synchronize()
+                last = timeline(strategy)
+                ledger_events += collective_events(last, began)
+                exposed.append(1e3 * strategy.ledger.exposed_seconds())
+    if snapshot is not None and world.is_main:
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    trace = own_trace(world, profiler)
+    found = diagnose(trace.events, mean(exposed), on_gpu)
+    trace.base_us -= clock_offset_us() if world.size > 1 and not one_machine() else 0.0
+    pid = trace.events[0]["pid"]
+    trace.events += [{**e, "pid": pid, "ts": e["ts"] - trace.base_us} for e in ledger_events]
+    traces = all_gather_objects(trace)
+    whole = merged(traces) if world.is_main else {"traceEvents": []}
+    if world.is_main:
+        write_trace(whole, trace_file)
+    return Profile(all_gather_objects(found), all_gather_objects(last), strategy.parameters, len(whole["traceEvents"]))
+
+
+def own_trace(world: World, profiler: profile) -> RankTrace:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        return RankTrace.read(world.rank, file)
+
+
+def one_machine() -> bool:
+    """Ranks of one machine read one clock."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
+def synchronize(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    if world.size > 1:
+        barrier()
