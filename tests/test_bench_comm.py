@@ -156,7 +156,7 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.Captu
     lines = list(csv.DictReader(Path(files["csv"]).read_text().splitlines()))
     assert len(lines) == 3 * 4  # three sizes; shm, gloo, ring, tree
     assert {line["wrong"] for line in lines} == {"0"}
-    document = json.loads(Path(files["json"]).read_text())
+    document = json.loads(Path(files["json"]).read_text())["result"]
     assert len(document["rows"][0]["seconds_by_rank"]) == 2
     assert document["pairs"]["latency_s"][0][1] > 0
     assert "<svg" in Path(files["svg"]).read_text()

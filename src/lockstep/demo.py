@@ -1,11 +1,12 @@
 """`lockstep demo`: every strategy trains the same digits, side by side with one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from lockstep.bench.timeline import timeline
 from lockstep.bench.timing import Timing
 from lockstep.bench.train import Case, memory_of_steps, new_timing, prepare_named, timed_step
 from lockstep.comm.collectives import all_gather_objects
@@ -29,6 +30,8 @@ class DemoRow:
     """By design; compression and local SGD are not."""
     difference: float = 0.0
     """Largest difference of a weight to one process's, relative to the tensor's norm."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step."""
 
     @property
     def passed(self) -> bool:
@@ -77,15 +80,19 @@ def _train(
     memory = memory_of_steps(world, config, name, dataset)
     strategy = prepare_named(world, config, name, dataset)
     timing = new_timing(world, Case(name, name, config), strategy, dataset, memory, (0.0, ""))
+    losses: list[float] = []
     for epoch in range(config.train.epochs):
         for indices in sampler.epoch(epoch):
             batch = read_share(dataset.train, indices, strategy.batch_share())
-            timing.record(timed_step(world, strategy, batch), strategy.ledger)
+            seconds, result = timed_step(world, strategy, batch)
+            timing.record(seconds, strategy.ledger)
+            losses.append(result.loss)
             progress.advance(task)
     strategy.finish()
     _, accuracy = evaluate(strategy, dataset.test)
     progress.update(task, status=f"test accuracy {accuracy:.1%}")
-    row = DemoRow(timing, world.size, accuracy, strategy.equal_to_one_process)
+    timing.timelines = [timeline(strategy)]
+    row = DemoRow(timing, world.size, accuracy, strategy.equal_to_one_process, losses=losses)
     return row, strategy.full_state_dict()
 
 
@@ -98,6 +105,8 @@ def _rows_of_all_ranks(world: World, mine: list[DemoRow]) -> list[list[DemoRow]]
 def _worst(rows: tuple[DemoRow, ...]) -> DemoRow:
     """Rank 0's row, with the largest difference and the largest memory of any rank."""
     rows[0].difference = max(r.difference for r in rows)
+    if rows[0].ranks > 1:
+        rows[0].timing.timelines = [line for r in rows for line in r.timing.timelines]
     rows[0].timing.memory = max((r.timing.memory for r in rows), key=lambda memory: memory.peak_mib)
     return rows[0]
 

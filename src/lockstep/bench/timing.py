@@ -41,6 +41,8 @@ class Timing:
     imbalance_s: list[float] = field(default_factory=list)
     """By how much the slowest rank computed longer than the mean."""
     traffic: list[Traffic] = field(default_factory=list)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
+    """The last step of each rank, to be drawn."""
 
     def record(self, seconds: float, ledger: Ledger) -> None:
         """Note one step, as this rank saw it."""
@@ -139,6 +141,7 @@ def merge_ranks(everyone: list[Timing]) -> Timing:
     merged.step_s = [max(times) for times in zip(*(t.step_s for t in everyone), strict=True)]
     merged.exposed_s = [mean(times) for times in zip(*(t.exposed_s for t in everyone), strict=True)]
     merged.comm_s = [mean(times) for times in zip(*(t.comm_s for t in everyone), strict=True)]
+    merged.timelines = [line for timing in everyone for line in timing.timelines]
     merged.memory = max((t.memory for t in everyone), key=lambda memory: memory.peak_mib)
     return merged
 

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.bench.memory import Memory, measure_memory
+from lockstep.bench.timeline import timeline
 from lockstep.bench.timing import Timing, merge_ranks
 from lockstep.comm.collectives import all_gather_objects, barrier
 from lockstep.config import Config, check_ranges
 from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
 from lockstep.launch import available_cores
 from lockstep.models import build_model
-from lockstep.strategies import Strategy, strategy_named
+from lockstep.strategies import StepResult, Strategy, strategy_named
 from lockstep.strategies.theory import Theory, expected_traffic
 from lockstep.training import prepare_strategy
 from lockstep.training.peak import peak_flops
@@ -88,11 +89,14 @@ class Runner:
         indices = self.batches[round_ % len(self.batches)]
         batch = read_share(self.data, indices, self.strategy.batch_share())
         with self._cores():
-            seconds = timed_step(self.world, self.strategy, batch)
+            seconds, _ = timed_step(self.world, self.strategy, batch)
         if timed:
             self.timing.record(seconds, self.strategy.ledger)
 
     def result(self) -> Timing:
+        """Of all ranks; every rank must call it."""
+        if self.timing is not None:
+            self.timing.timelines = [timeline(self.strategy)]
         everyone = all_gather_objects(self.timing)
         return merge_ranks([timing for timing in everyone if timing is not None])
 
@@ -144,15 +148,15 @@ def memory_of_steps(world: World, config: Config, name: str, dataset: DataSet, s
     return watch.memory
 
 
-def timed_step(world: World, strategy: Strategy, batch: Batch) -> float:
-    """Seconds from a common start to the end of the device's work."""
+def timed_step(world: World, strategy: Strategy, batch: Batch) -> tuple[float, StepResult]:
+    """Seconds from a common start to the end of the device's work, and what the step gave."""
     if world.size > 1:
         barrier()
     _synchronize(world)
     start = time.perf_counter()
-    strategy.step(batch)
+    result = strategy.step(batch)
     _synchronize(world)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, result
 
 
 def _synchronize(world: World) -> None:

@@ -25,6 +25,7 @@ COMMANDS = {  # name -> (module, what it answers)
     "bench train": ("lockstep.cli.bench_train", "which strategy is fastest? steps of each, in turns, in one run"),
     "bench scaling": ("lockstep.cli.bench_scaling", "how does it scale? weak and strong, and what is lost to what"),
     "profile": ("lockstep.cli.profile", "where does the time go? one trace of all ranks, and what it says in words"),
+    "report": ("lockstep.cli.report", "show why: one HTML file from any set of results"),
 }
 
 EXAMPLES = """\

@@ -74,14 +74,16 @@ def main(argv: list[str]) -> int:
         on_gpu = "datasheet" in timings[0].peak_source
         slots = sizes[-1] if on_gpu else max(1, cores // threads)
         found = points(timings, slots)
-        print_scaling(found, timings[0], sentences(found, slots, threads, on_gpu))
+        lines = sentences(found, slots, threads, on_gpu)
+        print_scaling(found, timings[0], lines)
         if arguments.csv is not None:
             write_rows([p.as_row() for p in found], Path(arguments.csv))
         if arguments.plot is not None:
             plot_scaling(found, Path(arguments.plot), slots)
         if arguments.json is not None:
             serial = amdahl_fit([p for p in found if p.mode == "strong" and p.ranks <= slots])
-            result = {"points": [p.as_row() for p in found], "slots": slots, "threads": threads, "serial": serial}
+            result = {"points": [p.as_row() for p in found], "sentences": lines, "serial": serial}
+            result |= {"slots": slots, "threads": threads}
             title = f"{config.parallel.data}, {' and '.join(arguments.modes)}"
             Record("bench scaling", result, asdict(config), title=title).write(Path(arguments.json))
     return 0

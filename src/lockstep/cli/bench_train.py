@@ -24,7 +24,7 @@ from lockstep.cli.arguments import (
     sections,
 )
 from lockstep.cli.tables import console
-from lockstep.cli.train_tables import print_network_shares, print_timings, write_csv
+from lockstep.cli.train_tables import print_network_shares, print_timings, verdicts, write_csv
 from lockstep.config import GPT, Config
 from lockstep.errors import RankError, UserError
 from lockstep.launch import run_on_ranks
@@ -141,8 +141,11 @@ def show(
     if arguments.plot is not None:
         plot_timings(timings, Path(arguments.plot))
     if arguments.json is not None:
-        title = arguments.preset or "strategies in turns"
-        Record("bench train", {"rows": rows}, asdict(config), title=title).write(Path(arguments.json))
+        title = arguments.preset or f"{config.model.name}, {timings[0].ranks} ranks"
+        drawn = {t.label: t.timelines for t in timings}
+        rows = [{**row, "timelines": drawn[row["label"]] if row.get("link") in (None, "none") else []} for row in rows]
+        result = {"rows": rows, "sentences": [*reading, *verdicts(timings)]}
+        Record("bench train", result, asdict(config), title=title).write(Path(arguments.json))
 
 
 def rows_over_link(arguments: BenchTrainArguments, argv: list[str]) -> list[dict[str, Any]]:

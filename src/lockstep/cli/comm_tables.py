@@ -1,12 +1,10 @@
 """What `lockstep bench comm` shows and writes."""
 
 import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from lockstep.bench.comm import Row
@@ -14,6 +12,7 @@ from lockstep.bench.comm_reading import UTILISATION, curves, duration, fit_rows,
 from lockstep.bench.pairs import Pairs
 from lockstep.bench.trial import Sweep
 from lockstep.cli.tables import new_table
+from lockstep.record import Record
 
 
 @dataclass
@@ -163,5 +162,6 @@ def write_json(result: Result, file: Path) -> None:
     pairs = None
     if result.pairs is not None:
         pairs = {"latency_s": result.pairs.latency, "bandwidth_bytes_per_s": result.pairs.bandwidth}
-    document = {"torch": torch.__version__, "device": result.device, "backend": result.backend}
-    file.write_text(json.dumps({**document, "rows": rows, "pairs": pairs}, indent=1), encoding="utf-8")
+    document = {"device": result.device, "backend": result.backend, "rows": rows, "pairs": pairs}
+    title = f"{', '.join(dict.fromkeys(row.collective for row in result.rows))} on {result.backend}"
+    Record("bench comm", document, title=title).write(file)

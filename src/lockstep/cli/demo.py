@@ -2,16 +2,23 @@
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from lockstep.bench.timing import as_rows
 from lockstep.cli.arguments import parse, refuse_positional
 from lockstep.cli.tables import console, new_table
-from lockstep.demo import DemoRow, demo
+from lockstep.demo import DemoRow, demo, demo_config
 from lockstep.errors import UserError
 from lockstep.launch import Launch, available_cores, run_on_ranks
+from lockstep.record import Record
+from lockstep.report import gather, write_report
+from lockstep.training.metrics import writing_to
+
+RECORD = "demo.json"
 
 
 @dataclass
@@ -26,6 +33,8 @@ class DemoArguments:
     launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
     epochs: int = 10
     """Passes over the 1,437 training digits, per strategy."""
+    run_dir: str = "runs/demo"
+    """Where the results and their report.html go."""
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +46,25 @@ def main(argv: list[str]) -> int:
     rows: list[DemoRow] = run_on_ranks(demo, arguments.epochs, launch=arguments.launch, default_nproc=2)[0]
     if os.environ.get("RANK", "0") == "0":
         print_demo(rows, time.perf_counter() - start)
+        folder = Path(arguments.run_dir)
+        write_results(rows, arguments.epochs, folder)
+        written = write_report(gather([folder / RECORD]), folder / "report.html", "Lockstep demo")
+        console().print(f"\nThe same as a page, with timelines and losses: {written[0]}", soft_wrap=True)
     return 0 if all(row.passed for row in rows if row.equal) else 1
+
+
+def write_results(rows: list[DemoRow], epochs: int, folder: Path) -> None:
+    """Everything that the page shows."""
+    timings = [row.timing for row in rows]
+    table = [
+        {**figures, "accuracy": row.accuracy, "difference": row.difference, "timelines": row.timing.timelines}
+        for row, figures in zip(rows, as_rows(timings, timings[:1]), strict=True)
+    ]
+    result = {"rows": table, "losses": {row.timing.label: row.losses for row in rows}}
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        title = f"the digits CNN, one process and {max(row.ranks for row in rows)} ranks"
+        Record("demo", result, asdict(demo_config(epochs)), title=title).write(folder / RECORD)
 
 
 def print_demo(rows: list[DemoRow], seconds: float) -> None:

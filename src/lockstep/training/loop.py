@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lockstep.comm.collectives import all_reduce
 from lockstep.config import GPT, Config, check_ranges, save_config
 from lockstep.data import Batch, DataSet, Sampler, Split, read_share
 from lockstep.errors import UserError
+from lockstep.record import Record
 from lockstep.strategies import StepResult, Strategy
 from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, check_same_course
@@ -64,6 +65,7 @@ def train(
         with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
             save_config(config, folder / "config.yaml")
+            Record("train", {"ranks": world.size}, asdict(config), title=folder.name).write(folder / "run.json")
     saving = config.checkpoint
     checkpoints = None
     if folder is not None:

@@ -1,0 +1,145 @@
+"""The page itself: HTML from sections, with its style, its scripts and its data inside, and the same data beside it."""
+
+import csv
+import json
+import re
+from dataclasses import asdict
+from html import escape
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.record import Record, plain
+from lockstep.report.sections import Section, Table, loss_overlay, section
+
+FACTS = {
+    **{"processor": "processor", "cores": "cores", "memory_gib": "memory, GiB", "gpus": "GPUs"},
+    **{"gpu_memory_gib": "memory of a GPU, GiB", "system": "system", "python": "Python", "torch": "torch"},
+    **{"cuda": "CUDA", "nccl": "NCCL", "source": "source"},
+}
+
+
+def write_report(records: list[Record], file: Path, title: str = "Lockstep report") -> list[Path]:
+    """Write `file`, and beside it a folder with every table as CSV and everything as JSON. Returns what was written."""
+    sections = [section(record) for record in records]
+    folder = file.with_name(f"{file.stem}_files")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        file.write_text(render(sections, title, folder.name), encoding="utf-8")
+        return [file, *write_data(sections, folder)]
+    except OSError as error:
+        raise UserError(f"--out {file} cannot be written ({error.strerror}); choose another place") from None
+
+
+def write_data(sections: list[Section], folder: Path) -> list[Path]:
+    written = []
+    for number, made in enumerate(sections, 1):
+        for table in made.tables:
+            path = folder / csv_name(number, made, table)
+            with path.open("w", newline="", encoding="utf-8") as out:
+                writer = csv.writer(out)
+                writer.writerow(heading for _, heading in table.columns)
+                writer.writerows([row.get(key, "") for key, _ in table.columns] for row in table.rows)
+            written.append(path)
+    everything = folder / "records.json"
+    everything.write_text(json.dumps([plain(asdict(s.record)) for s in sections], indent=1), encoding="utf-8")
+    return [*written, everything]
+
+
+def csv_name(number: int, made: Section, table: Table) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", f"{made.kind} {made.title}".lower()).strip("-")[:50]
+    return f"{number:02d}-{words}-{table.name}.csv"
+
+
+# ---- HTML ----------------------------------------------------------------------------------------------------------
+
+
+def render(sections: list[Section], title: str, folder: str) -> str:
+    """One file: nothing in it is fetched from anywhere."""
+    asset = files("lockstep.report") / "assets"
+    charts: list[Any] = []
+    body = [_contents(sections)] if len(sections) > 1 else []
+    overlay = loss_overlay(sections)
+    if overlay is not None:
+        body.append(f'<section><h2>Losses</h2><div class="charts">{_chart(overlay, charts)}</div></section>')
+    body += [_section(number, made, charts, folder) for number, made in enumerate(sections, 1)]
+    data = json.dumps(plain(charts), separators=(",", ":")).replace("</", "<\\/")
+    scripts = "\n".join((asset / name).read_text(encoding="utf-8") for name in ("charts.js", "timeline.js", "page.js"))
+    page = (asset / "page.html").read_text(encoding="utf-8")
+    parts = {
+        "title": escape(title),
+        "style": (asset / "style.css").read_text(encoding="utf-8"),
+        "body": "\n".join(body),
+        "data": data,
+        "script": scripts,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+
+
+def _contents(sections: list[Section]) -> str:
+    items = (f'<li><a href="#s{n}">{escape(_heading(made))}</a></li>' for n, made in enumerate(sections, 1))
+    return f"<nav><ol>{''.join(items)}</ol></nav>"
+
+
+def _heading(made: Section) -> str:
+    return made.kind if made.title == made.kind else f"{made.kind}: {made.title}"
+
+
+def _section(number: int, made: Section, charts: list[Any], folder: str) -> str:
+    parts = [f'<section id="s{number}"><h2>{escape(_heading(made))}</h2>']
+    parts += [f"<p>{escape(sentence)}</p>" for sentence in made.sentences]
+    parts += [f'<div class="charts">{"".join(_chart(chart, charts) for chart in made.charts)}</div>']
+    parts += [_table(table, f"{folder}/{csv_name(number, made, table)}") for table in made.tables]
+    return "\n".join([*parts, _provenance(made.record), "</section>"])
+
+
+def _chart(chart: Any, charts: list[Any]) -> str:
+    """A place that the script draws into."""
+    charts.append(chart)
+    wide = " wide" if chart["type"] == "timeline" else ""
+    return (
+        f'<figure class="chart{wide}" data-chart="{len(charts) - 1}">'
+        f"<figcaption>{escape(chart['title'])}</figcaption></figure>"
+    )
+
+
+def _table(table: Table, file: str) -> str:
+    head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for _, h in table.columns)
+    lines = []
+    for row in table.rows:
+        cells = (row.get(key) for key, _ in table.columns)
+        lines.append(f"<tr>{''.join(_cell(value) for value in cells)}</tr>")
+    caption = f'{escape(table.caption)} <a class="file" href="{escape(file)}" download>CSV</a>'
+    return (
+        f'<div class="scroll"><table class="sortable"><caption>{caption}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _cell(value: Any) -> str:
+    """Numbers keep their full value for sorting, and show what a person reads."""
+    if value is None or (isinstance(value, float) and not isfinite(value)):
+        return '<td class="none">-</td>'
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"<td>{escape(str(value))}</td>"
+    return f'<td class="number" data-value="{value!r}">{escape(readable(value))}</td>'
+
+
+def readable(value: float) -> str:
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 1e-3 or abs(value) >= 100 else f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def _provenance(record: Record) -> str:
+    facts = [(name, record.environment[key]) for key, name in FACTS.items() if key in record.environment]
+    rows = [("command", record.command), ("when", record.when), *facts]
+    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows)
+    config = escape(json.dumps(record.config, indent=1)) if record.config else ""
+    shown = f"<h3>config</h3><pre>{config}</pre>" if config else ""
+    return f'<details class="where"><summary>What ran where</summary><dl>{cells}</dl>{shown}</details>'
