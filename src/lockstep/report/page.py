@@ -19,6 +19,8 @@ FACTS = {
     **{"gpu_memory_gib": "memory of a GPU, GiB", "system": "system", "python": "Python", "torch": "torch"},
     **{"cuda": "CUDA", "nccl": "NCCL", "source": "source"},
 }
+SHARES = ("share", "MFU", "efficiency", "accuracy")
+"""Ends of the headings of columns that are shares of 1."""
 
 
 def write_report(records: list[Record], file: Path, title: str = "Lockstep report") -> list[Path]:
@@ -110,8 +112,8 @@ def _table(table: Table, file: str) -> str:
     head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for _, h in table.columns)
     lines = []
     for row in table.rows:
-        cells = (row.get(key) for key, _ in table.columns)
-        lines.append(f"<tr>{''.join(_cell(value) for value in cells)}</tr>")
+        cells = (_cell(row.get(key), heading) for key, heading in table.columns)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     caption = f'{escape(table.caption)} <a class="file" href="{escape(file)}" download>CSV</a>'
     return (
         f'<div class="scroll"><table class="sortable"><caption>{caption}</caption>'
@@ -119,13 +121,14 @@ def _table(table: Table, file: str) -> str:
     )
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, heading: str) -> str:
     """Numbers keep their full value for sorting, and show what a person reads."""
     if value is None or (isinstance(value, float) and not isfinite(value)):
         return '<td class="none">-</td>'
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"<td>{escape(str(value))}</td>"
-    return f'<td class="number" data-value="{value!r}">{escape(readable(value))}</td>'
+    shown = f"{100 * value:.1f}%" if heading.endswith(SHARES) else readable(value)
+    return f'<td class="number" data-value="{value!r}">{escape(shown)}</td>'
 
 
 def readable(value: float) -> str:

@@ -1,0 +1,172 @@
+"""`lockstep report`: results in, one page out, and the page works in a real browser."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.record import Record, read_record
+from lockstep.report import gather, write_report
+from lockstep.report.page import readable
+from tests.browser import Browser, chromium
+
+ENVIRONMENT = {"processor": "a processor", "cores": 4, "torch": "2.13"}
+
+
+def record(kind: str, result: dict[str, Any], **more: Any) -> Record:
+    return Record(kind, result, command=f"lockstep {kind}", when="now", environment=ENVIRONMENT, **more)
+
+
+def collective(start: float, purpose: str = "gradients") -> dict[str, Any]:
+    times = {"issued": start, "over": start + 3.0, "wait_started": start + 2.0, "wait_ended": start + 3.0}
+    return {"operation": "all_reduce", "purpose": purpose, "subject": "bucket 0", "nbytes": 4096, **times}
+
+
+def a_timeline(rank: int) -> dict[str, Any]:
+    phases = [{"name": "forward", "start": 0.0, "end": 4.0}, {"name": "backward", "start": 4.0, "end": 12.0}]
+    return {"rank": rank, "phases": phases, "collectives": [collective(5.0 + i) for i in range(4)]}
+
+
+def bench_rows() -> list[dict[str, Any]]:
+    """Two strategies; the text is what would break a page that trusts it."""
+    rows = []
+    for label, step in (("<b>ddp</b> & </script>", 20.0), ("bucketed", 9.5)):
+        times = {"label": label, "step_ms": step, "p10_ms": step - 1, "p90_ms": step + 2, "mfu": 0.41}
+        parts = {"compute_ms": step - 3, "exposed_ms": 3.0, "exposed_fraction": 3 / step, "samples_per_s": 1e3 / step}
+        memory = {"parameters_mib": 10.0, "gradients_mib": 10.0, "optimizer_mib": 20.0, "peak_mib": 44.0}
+        rows.append({**times, **parts, **memory, "timelines": [a_timeline(0), a_timeline(1)]})
+    return rows
+
+
+def records() -> list[Record]:
+    comm = [
+        {"collective": "all_reduce", "backend": b, "algorithm": "native", "size_bytes": n, "time_us": 5.0 + n / 1e3}
+        | {"p50_us": 4.0 + n / 1e3, "p99_us": 9.0, "algbw_gbps": 0.1 * n, "busbw_gbps": 0.1 * n, "wrong": 0}
+        for b in ("shm", "gloo")
+        for n in (8, 64, 4096)
+    ]
+    points = [
+        {"mode": mode, "ranks": n, "batch_size": 8, "step_ms": 10.0 / n, "samples_per_s": 1.0, "speedup": 0.9 * n}
+        | {"efficiency": 0.9, "ideal_ms": 9.0 / n, "communication_ms": 0.5, "imbalance_ms": 0.1, "cores_ms": 0.0}
+        | {"other_ms": -0.2}
+        for mode in ("strong", "weak")
+        for n in (1, 2, 4)
+    ]
+    shares = {"compute": 0.5, "memory": 0.2, "communication": 0.2, "data": 0.0, "host": 0.1}
+    profile = {"diagnoses": [{"shares": shares, "step_ms": 12.0}], "timelines": [a_timeline(0)], "words": ["bound by"]}
+    losses = {"single": [2.0, 1.5, 1.2], "zero3": [2.0, 1.5, 1.2]}
+    return [
+        record("bench train", {"rows": bench_rows(), "losses": losses}, title="two strategies", config={"train": {}}),
+        record("bench comm", {"rows": comm}, title="all_reduce"),
+        record("bench scaling", {"points": points, "serial": 0.05}),
+        record("profile", profile),
+    ]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    write_report(records(), tmp_path / "report.html")
+    return tmp_path / "report.html"
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    record("bench train", {"rows": [{"x": float("nan"), "y": (1, 2)}]}).write(file)
+    assert read_record(file).result == {"rows": [{"x": None, "y": [1, 2]}]}
+
+
+def test_the_page_fetches_nothing_and_trusts_nothing(page: Path) -> None:
+    text = page.read_text()
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    assert "https://" not in text
+    assert "<b>ddp" not in text.split('id="data"')[0]
+    assert text.count("</script>") == 2
+
+
+def test_every_table_is_beside_it(page: Path) -> None:
+    folder = page.with_name("report_files")
+    rows = list(csv.DictReader(next(folder.glob("01-*-time.csv")).open()))
+    assert [row["strategy"] for row in rows] == ["<b>ddp</b> & </script>", "bucketed"]
+    assert len(list(folder.glob("*.csv"))) == 6
+    assert len(json.loads((folder / "records.json").read_text())) == 4
+
+
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium (apt install chromium)")
+@pytest.mark.timeout(120)
+def test_the_page_works_in_a_browser(page: Path) -> None:
+    with Browser() as browser:
+        browser.open(page)
+        assert browser.run("document.querySelectorAll('figure svg').length") == browser.run("charts.length")
+        assert browser.run("document.querySelectorAll('figure svg rect').length") > 20
+        first = "document.querySelector('table.sortable tbody tr').cells[0].textContent"
+        assert browser.run(first).startswith("<b>ddp")
+        browser.run("document.querySelectorAll('table.sortable th button')[1].click()")
+        assert browser.run(first) == "bucketed"  # 9.5 before 20: sorted by number
+        browser.run("document.querySelectorAll('table.sortable th button')[1].click()")
+        assert browser.run(first).startswith("<b>ddp")
+        was_dark = browser.run("document.documentElement.classList.contains('dark')")
+        browser.run("document.getElementById('theme').click()")
+        assert browser.run("document.documentElement.classList.contains('dark')") != was_dark
+        zoom_the_timeline(browser)
+        bars = "document.querySelector('[data-chart=\"0\"]')"
+        widths = f"[...{bars}.querySelectorAll('rect')].map(r => Number(r.getAttribute('width')))"
+        before = browser.run(widths)
+        browser.run(f"{bars}.querySelector('.legend button').click()")
+        assert len(browser.run(widths)) < len(before)  # a hidden series is not drawn
+        assert not browser.problems
+
+
+def zoom_the_timeline(browser: Browser) -> None:
+    timeline = "document.querySelector('.timeline')"
+    labels = f"[...{timeline}.querySelectorAll('svg text.soft')].map(t => t.textContent).filter(t => t.endsWith(' ms'))"
+    whole = browser.run(labels)
+    browser.run(f"{timeline}.querySelectorAll('.tools button')[1].click()")
+    assert browser.run(f"{timeline}.querySelectorAll('.tools button')[1].classList.contains('on')")
+    wheel = "new WheelEvent('wheel', {deltaY: -300, clientX: 700, clientY: 10, cancelable: true})"
+    for _ in range(4):
+        browser.run(f"{timeline}.querySelector('svg').dispatchEvent({wheel})")
+    assert browser.run(labels) != whole
+    browser.run(f"{timeline}.querySelector('.reset').click()")
+    assert browser.run(labels) == whole
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name the results to report on"),
+        (["/nowhere"], "/nowhere does not exist"),
+        (["EMPTY"], "has no results in it"),
+        (["OTHER"], "is not a result of lockstep's"),
+        (["GOOD", "--out", "x.pdf"], "--out x.pdf: name a file that ends in .html"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    records()[1].write(tmp_path / "good.json")
+    places = {"EMPTY": tmp_path / "empty", "OTHER": tmp_path / "other.json", "GOOD": tmp_path / "good.json"}
+    assert main(["report", *(str(places.get(word, word)) for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_run_that_still_writes_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    record("train", {"ranks": 2}).write(tmp_path / "run.json")
+    whole = json.dumps({"kind": "train", "step": 10, "loss": 2.0, "samples_per_s": 5.0})
+    (tmp_path / "metrics.jsonl").write_text(f'{whole}\n{{"kind": "tr')
+    (found,) = gather([tmp_path])
+    assert [row["step"] for row in found.result["metrics"]] == [10]
+    assert write_report([found], tmp_path / "out" / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (1234567, "1,234,567"), (0.5, "0.5"), (12.3456, "12.346"), (1e-5, "1e-05")]
+)
+def test_numbers_are_readable(value: float, text: str) -> None:
+    assert readable(value) == text
