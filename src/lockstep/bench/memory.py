@@ -102,13 +102,11 @@ def _peak_and_held(profiler: profile) -> tuple[int, int]:
 
 def held_parts(strategy: Strategy) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state on this rank's device; what is shared counts once."""
-    parameters = list(strategy.model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None] + strategy.local_gradients()
     states = strategy.local_optimizer.state.values()
     state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
     seen: list[tuple[int, int]] = []
     parts = []
-    for tensors in (parameters, gradients, state):
+    for tensors in (strategy.model.parameters(), strategy.held_gradients(), state):
         before = _covered(seen)
         seen += _places(tensors, strategy.world.device)
         parts.append(_covered(seen) - before)

@@ -234,6 +234,10 @@ class Strategy(ABC):
         """The gradients that this rank's optimizer steps with."""
         return [p.grad for p in self.trainable() if p.grad is not None]
 
+    def held_gradients(self) -> list[Tensor]:
+        """All memory of gradients that this rank holds after a step, for the account of memory."""
+        return [p.grad for p in self.model.parameters() if p.grad is not None] + self.local_gradients()
+
     def gradient_norm(self) -> Tensor:
         """Norm over all parameters of the whole model."""
         return nn.utils.get_total_norm(self.local_gradients())

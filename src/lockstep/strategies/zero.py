@@ -53,6 +53,9 @@ class HandSharded(Wrapped, Sharded):
     def local_gradients(self) -> list[Tensor]:
         return [owned.shard.grad for owned in self.optimizer.owned() if owned.shard.grad is not None]
 
+    def held_gradients(self) -> list[Tensor]:
+        return [bucket.buffer if self.stage == 1 else bucket.own for bucket in self.module.buckets]
+
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer.inner

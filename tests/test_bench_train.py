@@ -1,0 +1,214 @@
+"""`bench train` and `bench scaling`: the statistics, the accounts, and the commands."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.bench import presets
+from lockstep.bench.network import predicted_exposed_ms, predicted_share
+from lockstep.bench.presets import NAIVE_DDP_COLUMNS, PRESETS, with_size_that_fits
+from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup, points, sentences
+from lockstep.bench.statistics import estimate
+from lockstep.bench.timing import Timing, as_rows
+from lockstep.bench.train import Case, bench_cases
+from lockstep.cli import main
+from lockstep.cli.train_tables import verdicts, write_csv
+from lockstep.comm.ledger import Traffic
+from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges
+from lockstep.launch import Launch
+from lockstep.record import read_record
+from lockstep.strategies import strategy_named
+from lockstep.world import World
+from tests.ranks import on_ranks
+
+# ---- statistics ----------------------------------------------------------------------------------------------------
+
+
+def noisy(count: int, middle: float, seed: int) -> list[float]:
+    """As step times are: a floor, and a long tail."""
+    generator = torch.Generator().manual_seed(seed)
+    tail = -torch.rand(count, generator=generator).log()
+    return (middle * (1 + 0.1 * (tail - 0.6931))).tolist()  # the median of the tail is ln 2
+
+
+def test_the_interval_holds_the_truth_most_of_the_time() -> None:
+    held = sum(e.low <= 10.0 <= e.high for e in (estimate(noisy(30, 10.0, seed)) for seed in range(200)))
+    assert 0.88 * 200 <= held <= 200
+
+
+def timing(label: str, step_s: list[float], **more: object) -> Timing:
+    count = len(step_s)
+    made = Timing(label, label, parameters=1000, batch_size=8, flops_per_step=1e6, ranks=2, step_s=step_s)
+    made.exposed_s, made.comm_s, made.traffic = [0.001] * count, [0.002] * count, [Traffic(4, 1e6)] * count
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def test_a_verdict_needs_more_than_noise() -> None:
+    first, same, slow = (timing(n, noisy(30, m, s)) for n, m, s in (("a", 1.0, 1), ("b", 1.0, 2), ("c", 1.2, 3)))
+    lines = verdicts([first, same, slow])
+    assert lines[0].startswith("c is ")
+    assert "% slower than a" in lines[0]
+    assert lines[1] == "no difference to a beyond the noise: b"
+
+
+def test_what_is_not_the_same_work_is_not_compared() -> None:
+    assert verdicts([timing("a", [1.0, 1.0]), timing("b", [2.0, 2.0], batch_size=16)]) == []
+
+
+# ---- networks ------------------------------------------------------------------------------------------------------
+
+
+def test_the_formula_of_a_slow_network() -> None:
+    naive, bucketed = (
+        timing(n, [0.1] * 3, exposed_s=[0.0] * 3, traffic=[Traffic(4, 12.5e6)] * 3) for n in ("naive", "ddp")
+    )
+    assert predicted_exposed_ms(naive, 1.0) == pytest.approx(100.0)  # 12.5 MB at 125 MB/s
+    assert predicted_share(naive, 1.0) == pytest.approx(0.5)
+    assert predicted_exposed_ms(bucketed, 1.0) == pytest.approx(100 - 200 / 3)  # backward hides two thirds of 100 ms
+    assert predicted_exposed_ms(bucketed, 10.0) == pytest.approx(2.5)  # the last of four cannot be hidden
+
+
+# ---- scaling -------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.0, 1.0), st.lists(st.integers(2, 64), min_size=1, max_size=5, unique=True))
+def test_amdahls_law_is_found_again(serial: float, sizes: list[int]) -> None:
+    steps = {n: 100.0 / amdahl_speedup(serial, n) for n in (1, *sizes)}
+    found = [Point("strong", n, 8, ms, ms, ms, 1.0, 100.0 / n, 0, 0, 0, 1.0) for n, ms in steps.items()]
+    assert amdahl_fit(found) == pytest.approx(serial, abs=1e-9)
+
+
+def test_the_losses_add_up_to_the_step() -> None:
+    timings = [
+        timing(f"{mode} {n}", [s] * 3, ranks=n, imbalance_s=[0.0005] * 3, details={"mode": mode})
+        for mode, times in (("strong", (0.1, 0.06, 0.05)), ("weak", (0.1, 0.11, 0.25)))
+        for n, s in zip((1, 2, 4), times, strict=True)
+    ]
+    found = points(timings, slots=2)
+    for p in found:
+        parts = (p.ideal_ms, p.communication_ms, p.imbalance_ms, p.cores_ms, p.other_ms)
+        assert sum(parts) == pytest.approx(p.step_ms)
+    assert [p.cores_ms for p in found if p.mode == "strong"] == [0.0, 0.0, pytest.approx(25.0)]
+    text = " ".join(sentences(found, slots=2, threads=1, on_gpu=False))
+    assert "ranks exceed cores: there are cores for 2 ranks" in text
+    assert "Amdahl's law, fitted to 1, 2 ranks: 20.0%" in text  # 60/100 - 1/2 = s (1 - 1/2)
+
+
+# ---- presets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_made_of_what_there_is(name: str) -> None:
+    config = PRESETS[name].config
+    if name == "naive-ddp":
+        config = replace(config, model=replace(config.model, size="small"))
+    cases = PRESETS[name].cases(config)
+    assert len({case.label for case in cases}) == len(cases) > 1
+    for case in cases:
+        check_ranges(case.config)
+        strategy_named(case.strategy, case.config.parallel)
+
+
+@pytest.mark.parametrize(("gib", "size"), [(1, "small"), (12, "medium"), (100, "xl")])
+def test_the_largest_that_fits_is_taken(gib: int, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "memory_per_rank", lambda *_: (gib * 2.0**30, "this machine"))
+    config, words = with_size_that_fits(PRESETS["naive-ddp"].config, Launch(), 2)
+    assert isinstance(config.model, GPT)
+    assert config.model.size == size
+    assert ("may not fit" in words) == (gib == 1)
+
+
+def test_the_csv_of_naive_ddp_begins_as_others_know_it(tmp_path: Path) -> None:
+    one = timing("naive", [0.1] * 3, details={"model_size": "small", "d_model": 768, "num_layers": 12})
+    write_csv(as_rows([one], []), tmp_path / "x.csv", NAIVE_DDP_COLUMNS)
+    row = next(csv.DictReader((tmp_path / "x.csv").open()))
+    columns = ["model_size", "d_model", "num_layers", "total_time_ms", "compute_time_ms", "comm_time_ms"]
+    assert list(row)[:8] == [*columns, "comm_fraction", "num_comm_ops"]
+    assert (row["total_time_ms"], row["comm_time_ms"], row["comm_fraction"]) == ("100", "1", "0.01")
+
+
+# ---- on real ranks -------------------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 64, 4
+
+
+def time_some(world: World) -> list[Timing]:
+    model = MLP(layers=LAYERS, width=WIDTH)
+    data = Data("synthetic", kind="regression", shape=(WIDTH,), classes=WIDTH, samples=64)
+    config = Config(model=model, data=data, train=Train(batch_size=16, optimizer="adamw"))
+    cases = [Case(n, n, config) for n in ("bucketed", "zero1", "zero2", "zero3", "ddp@gloo")]
+    cases += [Case("one", "single", config, ranks=1), Case("two", "bucketed", config, ranks=2, threads=1)]
+    return bench_cases(world, cases, steps=3, warmup=1)
+
+
+def test_cases_on_ranks() -> None:
+    everyone = on_ranks(time_some, 3, timeout=100)
+    found = {t.label: t for t in everyone[0]}
+    whole = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 / 2**20  # MiB
+    for label, parts in (("bucketed", (1, 1, 2)), ("zero1", (1, 1, 2 / 3)), ("zero3", (1 / 3, 1 / 3, 2 / 3))):
+        memory = found[label].memory
+        held = (memory.parameters_mib, memory.gradients_mib, memory.optimizer_mib)
+        assert held == pytest.approx([part * whole for part in parts], rel=0.02, abs=0.001), label
+        assert memory.peak_mib >= sum(held)
+    assert found["zero2"].memory.gradients_mib == pytest.approx(whole / 3, rel=0.02)
+    for label in ("bucketed", "zero1", "zero2", "zero3"):
+        t = found[label]
+        assert t.theory is not None
+        assert (t.collectives, t.wire_mb) == (t.theory.collectives, pytest.approx(t.theory_mb)), label
+        assert 0 <= t.exposed_ms <= t.median_ms
+        assert [line["rank"] for line in t.timelines] == [0, 1, 2]
+    assert found["ddp@gloo"].wire_mb == pytest.approx(found["ddp@gloo"].theory_mb)
+    assert (found["one"].ranks, found["one"].wire_mb, len(found["one"].step_s)) == (1, 0.0, 3)
+    assert (found["two"].ranks, len(found["two"].timelines)) == (2, 2)
+
+
+TINY = ["--device", "cpu", "--model.d-model", "16", "--model.layers", "1", "--model.heads", "2", "--model.context", "8"]
+
+
+def test_a_preset_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--csv", str(tmp_path / "x.csv"), "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.svg")]
+    words = ["bench", "train", "--preset", "hooks-vs-manual", "--steps", "2", "--warmup", "1", *TINY, *files]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    for expected in ("speed-up over", "by\n", "optimizer", "that naive exposes, hidden:", "predicted"):
+        assert expected.strip() in said, expected
+    record = read_record(tmp_path / "x.json")
+    assert [row["label"] for row in record.result["rows"]] == ["naive", "overlap", "flat", "bucketed"]
+    assert record.result["rows"][0]["timelines"][1]["collectives"]
+    assert record.environment["torch"]
+    assert len(list(csv.reader((tmp_path / "x.csv").open()))) == 5
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+def test_scaling_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--csv", str(tmp_path / "x.csv"), "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.svg")]
+    words = ["bench", "scaling", "--world-size", "2", "1", "--steps", "2", "--warmup", "1", *TINY, *files]
+    assert main(words) == 0
+    assert "Amdahl's law" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    assert [(row["mode"], row["ranks"], row["batch_size"]) for row in rows] == [
+        *(("strong", "1", "4"), ("strong", "2", "4")),
+        *(("weak", "1", "4"), ("weak", "2", "8")),
+    ]
+    assert read_record(tmp_path / "x.json").result["threads"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("bench train --preset everything", "there is no preset 'everything'; there are"),
+        ("bench train --preset buckets --model.name cnn", "this preset is about the model gpt"),
+        ("bench train --preset buckets --steps 0", "at least 1 step"),
+        ("bench scaling --world-size 0", "--world-size 0: give numbers of 1 or more"),
+        ("bench scaling --world-size 2 --nproc 3", "--nproc 3 is not the largest --world-size 2"),
+        ("bench scaling --threads 9999", "--threads 9999: this machine has"),
+    ],
+)
+def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err

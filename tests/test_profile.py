@@ -1,0 +1,108 @@
+"""`lockstep profile`: arithmetic on traces, the verdict, and a real trace of two ranks."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.cli import main
+from lockstep.config import Config, Parallel, Train
+from lockstep.profile.diagnosis import DATA, STEP, diagnose, words
+from lockstep.profile.trace import RankTrace, covered, merged, self_times
+from lockstep.record import read_record
+
+spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=8)
+
+
+def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid, "pid": 7}
+
+
+@given(spans, st.integers(0, 40), st.integers(0, 40))
+def test_covered_counts_each_moment_once(found: list[tuple[int, int]], begin: int, length: int) -> None:
+    events = [event("x", ts, dur) for ts, dur in found]
+    moments = {m for ts, dur in found for m in range(ts, ts + dur) if begin <= m < begin + length}
+    assert covered(events, begin, begin + length) == len(moments)
+
+
+def test_self_time_is_without_what_was_called() -> None:
+    events = [event("linear", 0, 100), event("addmm", 10, 60), event("copy", 20, 10), event("relu", 100, 5)]
+    assert self_times(events) == {"linear": 40, "addmm": 50, "copy": 10, "relu": 5}
+
+
+def a_step(*operations: dict[str, Any], length: float = 1000.0, reading: float = 0.0) -> list[dict[str, Any]]:
+    annotations = [event(STEP, 0, length, "user_annotation"), event(DATA, -reading, reading, "user_annotation")]
+    return [*annotations, *operations]
+
+
+@pytest.mark.parametrize(
+    ("events", "exposed_ms", "bound"),
+    [
+        (a_step(event("aten::mm", 0, 900)), 0.0, "compute"),
+        (a_step(event("aten::mm", 0, 200), event("aten::add_", 200, 600)), 0.0, "memory"),
+        (a_step(event("aten::mm", 0, 300)), 0.6, "communication"),
+        (a_step(event("aten::mm", 0, 500), reading=900.0), 0.0, "data"),
+        (a_step(event("aten::mm", 0, 100), event("aten::mm", 0, 900, tid=2)), 0.0, "host"),
+    ],
+)
+def test_what_a_step_is_bound_by(events: list[dict[str, Any]], exposed_ms: float, bound: str) -> None:
+    found = diagnose(events, exposed_ms, on_gpu=False)
+    assert found.bound_by == bound
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    lines = words(found, Config(parallel=Parallel(data="naive")), ranks=2)
+    assert lines[0].startswith(f"bound by {bound}: ")
+    assert any(line.startswith("try next: ") for line in lines)
+
+
+def test_on_a_gpu_its_kernels_are_the_work() -> None:
+    kernels = [event("sm90_gemm", 0, 600, "kernel"), event("ncclDevKernel", 0, 900, "kernel", 2)]
+    found = diagnose(a_step(event("aten::mm", 0, 50), *kernels), 0.0, on_gpu=True)
+    assert found.bound_by == "compute"
+    assert found.shares["host"] == pytest.approx(0.4)
+
+
+def test_a_flag_that_is_set_is_not_advised() -> None:
+    found = diagnose(a_step(event("aten::mm", 0, 300)), 0.6, on_gpu=False)
+    config = Config(parallel=Parallel(data="bucketed", compression="bf16"), train=Train(accumulation=4))
+    assert not [line for line in words(found, config, ranks=2) if line.startswith("try next")]
+
+
+def test_ranks_are_put_on_one_time_base() -> None:
+    late = merged([RankTrace(0, 1000.0, [event("a", 5, 1)]), RankTrace(1, 1100.0, [event("b", 5, 1)])])
+    drawn = {e["name"]: (e["pid"], e["ts"]) for e in late["traceEvents"] if e["ph"] == "X"}
+    assert drawn == {"a": (0, 0.0), "b": (1, 100.0)}
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_real_trace(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model.name", "gpt", "--model.d-model", "32", "--model.layers", "3", "--model.heads", "2"]
+    data = ["--data.name", "synthetic", "--data.samples", "64", "--train.batch-size", "8", "--device", "cpu"]
+    flags = ["--nproc", "2", "--parallel.data", strategy, "--steps", "2", "--run-dir", str(tmp_path)]
+    assert main(["profile", *model, *data, *flags]) == 0
+    assert "bound by" in capsys.readouterr().out
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    for rank in (0, 1):
+        mine = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        names = {e["name"] for e in mine}
+        assert {f"{way} of blocks.{i}" for way in ("forward", "backward") for i in range(3)} <= names
+        wanted = "all-gather of blocks.1 (parameters)" if strategy == "zero3" else "all-reduce of bucket 0 (gradients)"
+        assert wanted in names
+        steps = [(e["ts"], e["ts"] + e["dur"]) for e in mine if e["name"] == STEP]
+        assert len(steps) == 2
+        for e in mine:
+            if e["cat"] == "communication":  # within 5 ms: the ledger and the profiler read two clocks
+                assert any(a - 5e3 <= e["ts"] <= b + 5e3 for a, b in steps), e
+    starts = [[e["ts"] for e in events if e["name"] == STEP and e["pid"] == rank] for rank in (0, 1)]
+    assert all(abs(a - b) < 1e5 for a, b in zip(*starts, strict=True))  # they begin together, behind a barrier
+    record = read_record(tmp_path / "profile.json")
+    assert [line["rank"] for line in record.result["timelines"]] == [0, 1]
+
+
+def test_a_snapshot_of_a_gpu_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "cpu", "--nproc", "1", "--memory-snapshot", "--run-dir", str(tmp_path)]
+    assert main(["profile", *flags]) == 2
+    assert "--memory-snapshot shows a GPU's memory" in capsys.readouterr().err
