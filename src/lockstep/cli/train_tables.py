@@ -56,7 +56,7 @@ def print_communication(screen: Console, timings: list[Timing]) -> None:
         "communication, per rank and step",
         ("strategy",),
         (
-            *("compute\nms", "exposed\nms", "exposed\n%", "total\nms", "hidden\n%"),
+            *("compute\nms", "exposed\nms", "exposed\n%", "total\nms", "total\n%", "hidden\n%"),
             *("calls", "by\ntheory", "MB\nsent", "by\ntheory"),
         ),
     )
@@ -68,6 +68,7 @@ def print_communication(screen: Console, timings: list[Timing]) -> None:
             f"{t.exposed_ms:.2f}",
             f"{100 * t.exposed_share:.0f}",
             _or_dash(t.comm_ms, ".2f"),
+            _or_dash(100 * t.comm_ms / t.median_ms, ".0f"),
             _or_dash(100 * t.hidden_share, ".0f"),
             f"{t.collectives:.1f}",
             "-" if calls is None else str(calls),
