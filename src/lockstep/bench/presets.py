@@ -26,6 +26,8 @@ class Preset:
     config: Config
     cases: Callable[[Config], list[Case]]
     steps: int = 20
+    one_by_one: bool = False
+    """Not in turns: one model fills the memory."""
     reading: Callable[[list[Timing]], list[str]] = lambda timings: []
     """What the numbers say to the preset's question, in sentences."""
 
@@ -146,6 +148,7 @@ PRESETS = {
         text(GPT(context=128, vocabulary=50_257), 2, optimizer="adamw", lr=1e-4),
         naive_ddp,
         steps=5,
+        one_by_one=True,
     ),
     "buckets": Preset("which bucket size is best", text(GPT_25M, 4), bucket_sweep, reading=best_bucket),
     "hooks-vs-manual": Preset(

@@ -1,5 +1,6 @@
 """Training steps of several strategies, taken in turns in one run, so that a noisy machine disturbs all alike."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,10 @@ def bench_cases(
             runner.step(round_, timed=round_ >= warmup)
         if progress is not None:
             progress()
-    return [runner.result() for runner in runners]
+    found = [runner.result() for runner in runners]
+    runners.clear()
+    gc.collect()  # models and their hooks refer to each other
+    return found
 
 
 class Runner:

@@ -92,8 +92,11 @@ def main(argv: list[str]) -> int:
         check_link(arguments.link, arguments.launch)
     baselines = one_process(cases) if arguments.baseline else []
     default_nproc = 2 if arguments.link is None else DEFAULT_RANKS
+    one_by_one = preset is not None and preset.one_by_one
     timings: list[Timing] = run_on_ranks(
-        time_cases, [*cases, *baselines], steps, arguments.warmup, launch=arguments.launch, default_nproc=default_nproc
+        *(time_cases, [*cases, *baselines], steps, arguments.warmup, one_by_one),
+        launch=arguments.launch,
+        default_nproc=default_nproc,
     )[0]
     if os.environ.get("RANK", "0") == "0":
         show(arguments, config, timings[: len(cases)], timings[len(cases) :], argv)
@@ -171,7 +174,14 @@ def known_names(wanted: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def time_cases(world: World, cases: list[Case], steps: int, warmup: int) -> list[Timing]:
+def time_cases(world: World, cases: list[Case], steps: int, warmup: int, one_by_one: bool = False) -> list[Timing]:
+    """In turns, or each case alone with the machine's memory."""
+    groups = [[case] for case in cases] if one_by_one else [cases]
+    how = "one by one" if one_by_one else "in turns"
     with Progress(disable=not world.is_main) as progress:
-        task = progress.add_task(f"{world.size} ranks, {len(cases)} cases in turns", total=steps + warmup)
-        return bench_cases(world, cases, steps, warmup, lambda: progress.advance(task))
+        total = len(groups) * (steps + warmup)
+        task = progress.add_task(f"{world.size} ranks, {len(cases)} cases {how}", total=total)
+        found = []
+        for group in groups:
+            found += bench_cases(world, group, steps, warmup, lambda: progress.advance(task))
+        return found
