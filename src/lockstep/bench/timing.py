@@ -22,6 +22,7 @@ class Timing:
     flops_per_step: float
     """Of the whole global batch: matrix products, forward and backward."""
     ranks: int = 1
+    device: str = "cpu"
     tokens_per_sample: int = 0
     """0: samples are not sequences."""
     peak_flops: float = 0.0

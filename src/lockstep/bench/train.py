@@ -215,6 +215,7 @@ def new_timing(
         batch_size=batch,
         flops_per_step=batch * strategy.flops_per_sample,
         ranks=world.size,
+        device=world.device.type,
         tokens_per_sample=dataset.spec.shape[0] if dataset.spec.kind == "tokens" else 0,
         peak_flops=peak[0] * world.size,
         peak_source=peak[1],

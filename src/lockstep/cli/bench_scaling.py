@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     )
     if os.environ.get("RANK", "0") == "0":
         timings: list[Timing] = ranks[0]
-        on_gpu = "datasheet" in timings[0].peak_source
+        on_gpu = timings[0].device == "cuda"
         slots = sizes[-1] if on_gpu else max(1, cores // threads)
         found = points(timings, slots)
         lines = sentences(found, slots, threads, on_gpu)
