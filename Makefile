@@ -20,7 +20,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv runs build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv runs build .mypy_cache .pytest_cache .ruff_cache .torch_extensions
 
 # Installs once; again only when pyproject.toml is newer than the last complete install.
 $(INSTALLED): pyproject.toml

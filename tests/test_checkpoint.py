@@ -21,9 +21,9 @@ from lockstep.config import GPT, Config, Data, Parallel, Train
 from lockstep.data import Sampler, read_share
 from lockstep.parallel.checkpointable import boxes
 from lockstep.strategies import available_strategies, strategy_named
-from lockstep.training import manifest, prepare_strategy
+from lockstep.training import manifest
 from lockstep.training.checkpoint import LATEST, Checkpoints
-from lockstep.training.prepare import load_data
+from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.world import World
 from tests.ranks import on_ranks
 
@@ -86,6 +86,7 @@ def session(world: World, loads: list[tuple[str, str, str]], saves: list[str], b
     return found
 
 
+@pytest.mark.timeout(300)
 def test_every_layout_loads_every_other(tmp_path: Path) -> None:
     """1, 2 and 3 ranks; every strategy as the one that saves and as the one that loads."""
     engines = ["deepspeed"] if "deepspeed" in available_strategies() else []
@@ -101,7 +102,7 @@ def test_every_layout_loads_every_other(tmp_path: Path) -> None:
     ]
     saved: dict[tuple[str, str], Any] = {}
     for ranks, loads, saves in sessions:
-        found = on_ranks(session, ranks, loads, saves, tmp_path, timeout=100)[0]
+        found = on_ranks(session, ranks, loads, saves, tmp_path, timeout=200)[0]
         saved |= {(str(ranks), name): found[name] for name in saves}
         for source, saver, loader in loads:
             (weights, losses), (then, later) = found[source, saver, loader], saved[source, saver]

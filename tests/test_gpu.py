@@ -18,7 +18,7 @@ from lockstep.comm.wire import Wire
 from lockstep.config import GPT, Config, Data, Train, load_config
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.strategies import available_strategies, strategy_named
-from lockstep.training import train
+from lockstep.training.loop import train
 from lockstep.verify import Request, verify
 from lockstep.world import World
 

@@ -69,12 +69,12 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_shaped_rate_shows_between_nodes_and_not_inside(tmp_path: Path) -> None:
     before = network()
     file = tmp_path / "comm.json"
-    flags = ["-b", "8M", "-e", "8M", "-n", "4", "-w", "1", "--json", str(file)]
+    flags = ["-b", "4M", "-e", "4M", "-n", "3", "-w", "1", "--json", str(file)]
     process = lockstep("bench", "comm", "--link", "200mbit", "--collectives", "all_reduce", "pairs", *flags)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     assert "4 ranks" in out
-    found = json.loads(file.read_text())
+    found = json.loads(file.read_text())["result"]
     rate = 200e6 / 8
     pairs = found["pairs"]["bandwidth_bytes_per_s"]
     for a, b in ((0, 2), (0, 3), (1, 2), (1, 3)):
@@ -89,11 +89,11 @@ def test_the_shaped_rate_shows_between_nodes_and_not_inside(tmp_path: Path) -> N
 
 @needs_namespaces
 def test_latency_shows_and_training_is_equal_over_it() -> None:
-    flags = ("--strategies", "bucketed", "bucketed+ring", "--steps", "3")
+    flags = ("--strategies", "bucketed+ring", "--steps", "2")
     process = lockstep("verify", "--link", "1gbit,2ms", "--nproc", "2", *flags)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
-    assert "2 of 2 passed" in out
+    assert "1 of 1 passed" in out
     process = lockstep("bench", "comm", "--link", "1gbit,20ms", "--nproc", "2", "--collectives", "pairs")
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err

@@ -18,9 +18,9 @@ from lockstep.models.loss import loss_for
 from lockstep.parallel.recompute import recompute
 from lockstep.strategies import StepOptions, available_strategies
 from lockstep.strategies.deepspeed_settings import deepspeed_settings, zero_settings
-from lockstep.training import train
 from lockstep.training.export import export_weights, load_model
 from lockstep.training.generate import generate, through_deepspeed
+from lockstep.training.loop import train
 from lockstep.verify import Request, Verdict, verify
 from lockstep.world import World
 from tests.ranks import on_ranks

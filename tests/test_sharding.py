@@ -18,8 +18,7 @@ from lockstep.data import build_data
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.models import parameter_count
 from lockstep.strategies import strategy_named
-from lockstep.training import prepare_strategy
-from lockstep.training.prepare import prepared_model
+from lockstep.training.prepare import prepare_strategy, prepared_model
 from lockstep.world import World
 from tests.ranks import on_ranks
 

@@ -17,9 +17,10 @@ from lockstep.launch import Launch, run_on_ranks
 from lockstep.strategies import STRATEGIES, VARIANTS, Strategy, available_strategies, strategy_named
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.nonfinite import locate_nonfinite
-from lockstep.training import TrainResult, prepare_strategy, train
+from lockstep.training.loop import TrainResult, train
 from lockstep.training.metrics import MetricsWriter
 from lockstep.training.optimizer import learning_rate
+from lockstep.training.prepare import prepare_strategy
 from lockstep.world import World
 from tests.ranks import on_ranks
 

@@ -13,7 +13,7 @@ from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import CNN, Config, Train
 from lockstep.data import DataSet, Sampler, read_share
 from lockstep.strategies import STRATEGIES, strategy_names
-from lockstep.training import evaluate
+from lockstep.training.evaluate import evaluate
 from lockstep.training.prepare import load_data
 from lockstep.verify.compare import TOLERANCE, relative
 from lockstep.world import World

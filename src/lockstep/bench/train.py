@@ -21,9 +21,8 @@ from lockstep.launch import available_cores
 from lockstep.models import build_model
 from lockstep.strategies import StepResult, Strategy, strategy_named
 from lockstep.strategies.theory import Theory, expected_traffic
-from lockstep.training import prepare_strategy
 from lockstep.training.peak import peak_flops
-from lockstep.training.prepare import load_data
+from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.world import World, check_backend
 
 Progress = Callable[[], None]

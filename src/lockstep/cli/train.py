@@ -8,8 +8,8 @@ from lockstep.cli.arguments import RunArguments, config_from, parse, sections
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch import run_on_ranks
-from lockstep.training import TrainResult, train
 from lockstep.training.checkpoint import CHECKPOINTS
+from lockstep.training.loop import TrainResult, train
 from lockstep.training.manifest import MANIFEST
 
 

@@ -12,12 +12,14 @@ Whoever loads asks for the boxes that it needs, in whatever layout it has by the
 """
 
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -79,10 +81,17 @@ class TensorPiece(torch.Tensor):
     def copied(self) -> "TensorPiece":
         return TensorPiece(self.elements.detach().to("cpu", copy=True), self.shape, self.start)
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    # What a planner calls. It has imported torch.distributed.checkpoint, which takes long; others need not.
+
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self._boxes.items()]
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> "list[WriteItem]":
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self.elements)
         return [
             WriteItem(
@@ -93,6 +102,6 @@ class TensorPiece(torch.Tensor):
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
         assert index.offset is not None
         return self._boxes[index.offset]

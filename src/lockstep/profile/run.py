@@ -20,8 +20,7 @@ from lockstep.errors import UserError
 from lockstep.profile.diagnosis import DATA, STEP, Diagnosis, diagnose
 from lockstep.profile.regions import named_blocks
 from lockstep.profile.trace import RankTrace, clock_offset_us, collective_events, merged, write_trace
-from lockstep.training import prepare_strategy
-from lockstep.training.prepare import load_data
+from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.world import World
 
 

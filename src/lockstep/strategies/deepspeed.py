@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import barrier
 from lockstep.comm.observe import note_calls
 from lockstep.config import Parallel
 from lockstep.errors import UserError
@@ -73,14 +72,6 @@ class DeepSpeed(Strategy):
             )
         self.module = self.engine
         note_calls(self.deepspeed.comm.comm.cdb, WATCHED)
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
-        """On the CPU it leaves buffers in /dev/shm for good: take their names away, now that all ranks have them."""
-        if self.world.device.type == "cpu":
-            barrier(self.data_group)
-            for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self.world.rank}"):
-                buffer.unlink(missing_ok=True)
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -244,6 +235,9 @@ def import_deepspeed() -> Any:
     except ImportError as error:
         raise UserError(f"parallel.data deepspeed needs DeepSpeed ({error}): {INSTALL}") from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Its own all-reduce for CPU ranks is compiled at the first use, for a minute, and leaves buffers in /dev/shm for
+    # good. Without it, it uses the process group's.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     refuse_stale_locks()
     return deepspeed
 
@@ -252,7 +246,8 @@ def refuse_stale_locks() -> None:
     """It compiles parts of itself under a lock that is a mere file; one of a killed build it awaits for ever."""
     from torch.utils.cpp_extension import get_default_build_root  # slow to import
 
-    for lock in Path(get_default_build_root()).glob("*/*/lock"):
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    for lock in Path(folder).glob("*/lock") if folder else Path(get_default_build_root()).glob("*/*/lock"):
         minutes = (time.time() - lock.stat().st_mtime) / 60
         if minutes > STALE_MINUTES:
             raise UserError(

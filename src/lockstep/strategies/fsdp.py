@@ -1,4 +1,7 @@
-"""PyTorch's own sharding, observed: FSDP2's `fully_shard`, and ZeroRedundancyOptimizer."""
+"""PyTorch's own sharding, observed: FSDP2's `fully_shard`, and ZeroRedundancyOptimizer.
+
+Both are imported where they are used: that takes a second, which every rank of every other strategy would pay.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -10,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 
 from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
 from lockstep.comm.ledger import about
@@ -46,6 +46,8 @@ class FSDP(Sharded):
         self.optimizer = make_optimizer(self.trainable())
 
     def _shard(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
         options: dict[str, Any] = {"mesh": self._mesh()}
         compute = COMPUTE_DTYPES.get(self.options.precision)
         inside = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32)
@@ -57,14 +59,11 @@ class FSDP(Sharded):
             fully_shard(block, reshard_after_forward=free, mp_policy=inside, **options)
         # What lies outside the blocks is not freed: backward begins with it.
         fully_shard(model, reshard_after_forward=False, mp_policy=around, **options)
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                gather: Any = ObservedGather(name or OUTSIDE)
-                scatter: Any = ObservedScatter(name or OUTSIDE)
-                module.set_custom_all_gather(gather)
-                module.set_custom_reduce_scatter(scatter)
-                if self.world.device.type == "cpu":  # gloo's average has summed
-                    module.set_force_sum_reduction_for_comms(True)
+        for name, module in sharded_modules(model):
+            module.set_custom_all_gather(ObservedGather(name or OUTSIDE))
+            module.set_custom_reduce_scatter(ObservedScatter(name or OUTSIDE))
+            if self.world.device.type == "cpu":  # gloo's average has summed
+                module.set_force_sum_reduction_for_comms(True)
 
     def _mesh(self) -> DeviceMesh:
         size, device = self.world.size, self.world.device.type
@@ -87,14 +86,13 @@ class FSDP(Sharded):
         return [local(gradient) for gradient in super().local_gradients()]
 
     def compute_precision(self) -> AbstractContextManager[Any]:
-        return nullcontext() if isinstance(self.model, FSDPModule) else super().compute_precision()  # the policy casts
+        return nullcontext() if is_sharded(self.model) else super().compute_precision()  # the policy casts
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Without a backward nobody frees what forward has gathered, and state is read from sharded parameters."""
         outputs = super().predict(inputs)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for _, module in sharded_modules(self.model):
+            module.reshard()
         return outputs
 
     @contextmanager
@@ -104,8 +102,9 @@ class FSDP(Sharded):
         self._synchronize(True)
 
     def _synchronize(self, wanted: bool) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(wanted)
+        model: Any = self.model
+        if is_sharded(model):
+            model.set_requires_gradient_sync(wanted)
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         yield from ()  # FSDP2 keeps them to itself
@@ -117,10 +116,19 @@ class FSDP(Sharded):
         return {name: whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.detach().clone()
+def is_sharded(module: nn.Module) -> bool:
+    """`fully_shard` has made it an FSDPModule."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def sharded_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if is_sharded(module)]
+
+
+def whole(tensor: Any) -> Tensor:
+    """Of a DTensor, all of it."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
 
 
 def ranks_of_a_copy(world_size: int) -> int:
@@ -172,13 +180,16 @@ class Zero1Torch(DDP):
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().prepare(model, make_optimizer)
         if self.world.size > 1 and self.trainable():
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
             make: Any = make_optimizer
             self.optimizer = ZeroRedundancyOptimizer(self.trainable(), make, process_group=self.data_group)
 
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
         """Of the parameters that this rank updates."""
-        return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
+        inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        return inner
 
     def after_optimizer_step(self) -> None:
         """The optimizer has broadcast every parameter, in a way that cannot be watched: note it afterwards."""

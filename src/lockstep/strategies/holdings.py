@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 from lockstep.parallel.checkpointable import TensorPiece
@@ -111,5 +110,5 @@ def local(leaf: Leaf) -> Tensor:
     """What this rank holds of it, as a plain tensor."""
     if isinstance(leaf, TensorPiece):
         return leaf.elements
-    tensor: Tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    tensor: Tensor = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # DTensor takes long to import
     return tensor

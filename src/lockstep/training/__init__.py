@@ -1,7 +1,4 @@
-"""The loop, its optimizer, its metrics and its checkpoints."""
+"""The loop, its optimizer, its metrics and its checkpoints.
 
-from lockstep.training.loop import TrainResult, evaluate, train
-from lockstep.training.optimizer import optimizer_factory
-from lockstep.training.prepare import prepare_strategy, step_options
-
-__all__ = ["TrainResult", "evaluate", "optimizer_factory", "prepare_strategy", "step_options", "train"]
+Nothing is imported here: checkpoints and TensorBoard take a second to load, and most commands need neither.
+"""

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lockstep.comm.collectives import all_reduce
 from lockstep.config import GPT, Config, check_ranges, save_config
-from lockstep.data import Batch, DataSet, Sampler, Split, read_share
+from lockstep.data import Batch, DataSet, Sampler, read_share
 from lockstep.errors import UserError
 from lockstep.record import Record
 from lockstep.strategies import StepResult, Strategy
 from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, check_same_course
+from lockstep.training.evaluate import evaluate
 from lockstep.training.manifest import MANIFEST
 from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
 from lockstep.training.optimizer import learning_rate
@@ -29,7 +29,6 @@ from lockstep.training.status import StatusBar
 from lockstep.world import World
 
 MAX_SKIPPED_IN_A_ROW = 10
-EVALUATION_BATCH = 512
 
 
 @dataclass
@@ -287,18 +286,3 @@ class Run:
         self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  test {words}")
         self._window_start, self._window_samples = time.perf_counter(), 0
         return loss, accuracy
-
-
-def evaluate(strategy: Strategy, split: Split) -> tuple[float, float]:
-    """(mean loss, accuracy) over `split`."""
-    share = strategy.batch_share()
-    sums = torch.zeros(3, dtype=torch.float64, device=strategy.world.device)
-    strategy.synchronize_buffers()
-    strategy.model.eval()
-    for indices in Sampler(len(split), EVALUATION_BATCH, shuffle=False).epoch(0):
-        sums += strategy.evaluate(read_share(split, indices, share))
-    strategy.model.train()
-    if share.count > 1:
-        all_reduce(sums, purpose="evaluation")
-    loss, correct, count = sums.tolist()
-    return loss / max(count, 1.0), correct / max(count, 1.0)

@@ -11,7 +11,7 @@ from lockstep.config import Parallel
 from lockstep.data import IGNORED, Batch
 from lockstep.models.loss import loss_for
 from lockstep.strategies import StepOptions, Strategy
-from lockstep.training import optimizer_factory
+from lockstep.training.optimizer import optimizer_factory
 from lockstep.verify.scenarios import Scenario
 from lockstep.world import World
 
