@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lockstep.bench.network import predicted_exposed_ms, predicted_share
 from lockstep.bench.presets import NAIVE_DDP_COLUMNS, PRESETS, with_size_that_fits
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup, points, sentences
 from lockstep.bench.statistics import estimate
-from lockstep.bench.timing import Timing, as_rows
+from lockstep.bench.timing import Timing, as_rows, over_cycles
 from lockstep.bench.train import Case, bench_cases
 from lockstep.cli import main
 from lockstep.cli.train_tables import verdicts, write_csv
@@ -50,6 +51,7 @@ def timing(label: str, step_s: list[float], **more: object) -> Timing:
 
 def test_a_verdict_needs_more_than_noise() -> None:
     first, same, slow = (timing(n, noisy(30, m, s)) for n, m, s in (("a", 1.0, 1), ("b", 1.0, 2), ("c", 1.2, 3)))
+    assert "too few to tell" in verdicts([timing("a", [1.0] * 5), timing("b", [2.0] * 5)])[0]
     lines = verdicts([first, same, slow])
     assert lines[0].startswith("c is ")
     assert "% slower than a" in lines[0]
@@ -57,7 +59,9 @@ def test_a_verdict_needs_more_than_noise() -> None:
 
 
 def test_what_is_not_the_same_work_is_not_compared() -> None:
-    assert verdicts([timing("a", [1.0, 1.0]), timing("b", [2.0, 2.0], batch_size=16)]) == []
+    assert verdicts([timing("a", [1.0] * 9), timing("b", [2.0] * 9, batch_size=16)]) == []
+    rows = as_rows([timing("a", [1.0] * 9), timing("b", [2.0] * 9, batch_size=16)], [])
+    assert isnan(rows[1]["ratio"])
 
 
 # ---- networks ------------------------------------------------------------------------------------------------------
@@ -70,7 +74,16 @@ def test_the_formula_of_a_slow_network() -> None:
     assert predicted_exposed_ms(naive, 1.0) == pytest.approx(100.0)  # 12.5 MB at 125 MB/s
     assert predicted_share(naive, 1.0) == pytest.approx(0.5)
     assert predicted_exposed_ms(bucketed, 1.0) == pytest.approx(100 - 200 / 3)  # backward hides two thirds of 100 ms
-    assert predicted_exposed_ms(bucketed, 10.0) == pytest.approx(2.5)  # the last of four cannot be hidden
+    assert predicted_exposed_ms(bucketed, 10.0) == pytest.approx(2.5)  # one of four cannot be hidden
+    sharded = timing("zero1", [0.1] * 3, exposed_s=[0.0] * 3, traffic=[Traffic(4, 12.5e6, 6.25e6)] * 3)
+    assert predicted_exposed_ms(sharded, 1.0) == pytest.approx(50 + 12.5)  # parameters go after the step
+    assert predicted_exposed_ms(replace(bucketed, exposed_s=[0.03] * 3), 25.0) == pytest.approx(30.0)  # as here
+    assert predicted_exposed_ms(replace(bucketed, accumulation=4), 1.0) == pytest.approx(100 - 200 / 3 / 4)
+
+
+def test_steps_that_meet_now_and_then_count_by_the_cycle() -> None:
+    assert over_cycles([1.0, 1.0, 4.0, 1.0, 1.0, 7.0, 1.0], 3) == [2.0] * 3 + [2.5] * 4
+    assert over_cycles([1.0, 3.0], 8) == [2.0, 2.0]
 
 
 # ---- scaling -------------------------------------------------------------------------------------------------------
@@ -94,6 +107,7 @@ def test_the_losses_add_up_to_the_step() -> None:
         parts = (p.ideal_ms, p.communication_ms, p.imbalance_ms, p.cores_ms, p.other_ms)
         assert sum(parts) == pytest.approx(p.step_ms)
     assert [p.cores_ms for p in found if p.mode == "strong"] == [0.0, 0.0, pytest.approx(25.0)]
+    assert sentences(found[1:2], slots=1, threads=2, on_gpu=False)  # the smallest size exceeds the cores already
     text = " ".join(sentences(found, slots=2, threads=1, on_gpu=False))
     assert "ranks exceed cores: there are cores for 2 ranks" in text
     assert "Amdahl's law, fitted to 1, 2 ranks: 20.0%" in text  # 60/100 - 1/2 = s (1 - 1/2)
@@ -192,8 +206,8 @@ def test_scaling_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Amdahl's law" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
     assert [(row["mode"], row["ranks"], row["batch_size"]) for row in rows] == [
-        *(("strong", "1", "4"), ("strong", "2", "4")),
-        *(("weak", "1", "4"), ("weak", "2", "8")),
+        *(("strong", "1", "8"), ("strong", "2", "8")),
+        *(("weak", "1", "8"), ("weak", "2", "16")),
     ]
     assert read_record(tmp_path / "x.json").result["threads"] >= 1
 
@@ -202,7 +216,11 @@ def test_scaling_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     ("words", "message"),
     [
         ("bench train --preset everything", "there is no preset 'everything'; there are"),
-        ("bench train --preset buckets --model.name cnn", "this preset is about the model gpt"),
+        ("bench train --preset buckets --model.name cnn", "this preset is about the model gpt, not cnn"),
+        ("bench train --preset buckets --strategies ddp", "--preset has strategies of its own"),
+        ("bench train --preset cnn-sizes --model.hidden 5", "--model.hidden: this preset compares models of its own"),
+        ("bench train --link 1gbit --nproc 3", "--nproc must be even, and it is 3"),
+        ("bench scaling --parallel.data deepspeed", "deepspeed always takes all ranks"),
         ("bench train --preset buckets --steps 0", "at least 1 step"),
         ("bench scaling --world-size 0", "--world-size 0: give numbers of 1 or more"),
         ("bench scaling --world-size 2 --nproc 3", "--nproc 3 is not the largest --world-size 2"),

@@ -15,6 +15,7 @@ from lockstep.profile.diagnosis import DATA, STEP, diagnose, words
 from lockstep.profile.trace import RankTrace, covered, merged, self_times
 from lockstep.record import read_record
 
+HOOK = "autograd::engine::evaluate_function: AddBackward0"
 spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=8)
 
 
@@ -46,6 +47,7 @@ def a_step(*operations: dict[str, Any], length: float = 1000.0, reading: float =
         (a_step(event("aten::mm", 0, 200), event("aten::add_", 200, 600)), 0.0, "memory"),
         (a_step(event("aten::mm", 0, 300)), 0.6, "communication"),
         (a_step(event("aten::mm", 0, 500), reading=900.0), 0.0, "data"),
+        (a_step(event(HOOK, 0, 900), event("aten::mm", 0, 100)), 0.5, "communication"),  # it waited in a hook
         (a_step(event("aten::mm", 0, 100), event("aten::mm", 0, 900, tid=2)), 0.0, "host"),
     ],
 )

@@ -33,7 +33,7 @@ def a_timeline(rank: int) -> dict[str, Any]:
 def bench_rows() -> list[dict[str, Any]]:
     """Two strategies; the text is what would break a page that trusts it."""
     rows = []
-    for label, step in (("<b>ddp</b> & </script>", 20.0), ("bucketed", 9.5)):
+    for label, step in (("<b>ddp</b> & <!--<script>", 20.0), ("bucketed", 9.5)):
         times = {"label": label, "step_ms": step, "p10_ms": step - 1, "p90_ms": step + 2, "mfu": 0.41}
         parts = {"compute_ms": step - 3, "exposed_ms": 3.0, "exposed_fraction": 3 / step, "samples_per_s": 1e3 / step}
         memory = {"parameters_mib": 10.0, "gradients_mib": 10.0, "optimizer_mib": 20.0, "peak_mib": 44.0}
@@ -84,12 +84,13 @@ def test_the_page_fetches_nothing_and_trusts_nothing(page: Path) -> None:
     assert "https://" not in text
     assert "<b>ddp" not in text.split('id="data"')[0]
     assert text.count("</script>") == 2
+    assert "<!--" not in text
 
 
 def test_every_table_is_beside_it(page: Path) -> None:
     folder = page.with_name("report_files")
     rows = list(csv.DictReader(next(folder.glob("01-*-time.csv")).open()))
-    assert [row["strategy"] for row in rows] == ["<b>ddp</b> & </script>", "bucketed"]
+    assert [row["strategy"] for row in rows] == ["<b>ddp</b> & <!--<script>", "bucketed"]
     assert len(list(folder.glob("*.csv"))) == 6
     assert len(json.loads((folder / "records.json").read_text())) == 4
 
@@ -140,6 +141,8 @@ def zoom_the_timeline(browser: Browser) -> None:
         (["/nowhere"], "/nowhere does not exist"),
         (["EMPTY"], "has no results in it"),
         (["OTHER"], "is not a result of lockstep's"),
+        (["HALF"], "is not a whole result of lockstep's"),
+        (["NOROWS"], "of bench train is not whole (KeyError('rows'))"),
         (["GOOD", "--out", "x.pdf"], "--out x.pdf: name a file that ends in .html"),
     ],
 )
@@ -148,8 +151,11 @@ def test_mistakes_are_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text('{"a": 1}')
+    (tmp_path / "half.json").write_text('{"lockstep_record": 1}')
+    record("bench train", {}).write(tmp_path / "norows.json")
     records()[1].write(tmp_path / "good.json")
-    places = {"EMPTY": tmp_path / "empty", "OTHER": tmp_path / "other.json", "GOOD": tmp_path / "good.json"}
+    places = {name.upper(): tmp_path / f"{name}.json" for name in ("other", "half", "norows", "good")}
+    places["EMPTY"] = tmp_path / "empty"
     assert main(["report", *(str(places.get(word, word)) for word in words)]) == 2
     said = capsys.readouterr().err
     assert message in said
@@ -159,9 +165,10 @@ def test_mistakes_are_one_line(
 def test_a_run_that_still_writes_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     record("train", {"ranks": 2}).write(tmp_path / "run.json")
     whole = json.dumps({"kind": "train", "step": 10, "loss": 2.0, "samples_per_s": 5.0})
-    (tmp_path / "metrics.jsonl").write_text(f'{whole}\n{{"kind": "tr')
+    again = json.dumps({"kind": "train", "step": 5, "loss": 3.0, "samples_per_s": 5.0})
+    (tmp_path / "metrics.jsonl").write_text(f'{whole}\n{again}\n{whole}\n{{"kind": "tr')
     (found,) = gather([tmp_path])
-    assert [row["step"] for row in found.result["metrics"]] == [10]
+    assert [row["step"] for row in found.result["metrics"]] == [5, 10]
     assert write_report([found], tmp_path / "out" / "report.html")
 
 

@@ -1,6 +1,7 @@
 """What ran where: the machine, the versions and the source that a result belongs to."""
 
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -73,7 +74,7 @@ def _said(*command: str) -> str:
 def command_line() -> str:
     """As it was typed, near enough to be typed again."""
     program = "lockstep" if Path(sys.argv[0]).stem in ("lockstep", "__main__") else Path(sys.argv[0]).name
-    return " ".join([program, *(f"'{word}'" if " " in word else word for word in sys.argv[1:])])
+    return shlex.join([program, *sys.argv[1:]])
 
 
 def now() -> str:

@@ -167,12 +167,17 @@ def connect(nodes: list[Node], link: Link) -> Relay | None:
     return relay
 
 
-def run_over_link(text: str, arguments: list[str], nproc: int | None) -> int:
-    """`lockstep ARGUMENTS` on ranks of two hosts. Returns its exit status; the first host's output is shown."""
-    link = parse_link(text)
+def check_ranks(nproc: int | None) -> int:
+    """How many there are to be: as many on each node."""
     ranks = DEFAULT_RANKS if nproc is None else nproc
     if ranks < NODES or ranks % NODES:
         raise UserError(f"--link joins {NODES} nodes with as many ranks each: --nproc must be even, and it is {ranks}")
+    return ranks
+
+
+def run_over_link(text: str, arguments: list[str], nproc: int | None) -> int:
+    """`lockstep ARGUMENTS` on ranks of two hosts. Returns its exit status; the first host's output is shown."""
+    link, ranks = parse_link(text), check_ranks(nproc)
     check_possible(link)
     nodes: list[Node] = []
     relay = None

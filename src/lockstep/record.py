@@ -46,6 +46,8 @@ def read_record(file: Path) -> Record:
         raise UserError(f"{file} is not a result of lockstep's; those are written by --json, train and demo")
     if values.pop("lockstep_record") != FORMAT:
         raise UserError(f"{file} was written by another version of lockstep; run its command again")
+    if not isinstance(values.get("kind"), str) or not isinstance(values.get("result"), dict):
+        raise UserError(f"{file} is not a whole result of lockstep's; run its command again")
     names = {f.name for f in dataclasses.fields(Record)}
     return Record(**{name: value for name, value in values.items() if name in names})
 

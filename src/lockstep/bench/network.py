@@ -1,23 +1,32 @@
 """What share of a step communication would take on a network of some rate: by formula, from a run without one.
 
-communication   a rank's bytes per step over the rate (the ring's 2S(n-1)/n is in the bytes already)
-compute         the step without its waits
-exposed         all of the communication, where it begins after backward (naive, flat); else what is left when
-                backward, two thirds of compute, has hidden what it can, and at least the last collective
+    communication   a rank's bytes per step over the rate (the ring's 2S(n-1)/n is in the bytes already)
+    compute         the step without its waits
+    exposed         all of it, where it begins after backward: naive's and flat's, and parameters that are sent after
+                    the optimizer's step. Of the rest, what is left when the last micro-batch's backward (two thirds of
+                    its computation) has hidden what it can, and at least one collective of mean size. Never less than
+                    the step waits for here
+
+There is no cost per message in it: many small messages are slower on a real network than this says.
 """
 
 from lockstep.bench.timing import Timing
 
 GBIT_PER_S = (1.0, 10.0, 25.0)
 AFTER_BACKWARD = ("naive", "flat")
+PARAMETERS_AFTER_STEP = ("zero1", "zero2", "zero1_torch", "local_sgd")
 BACKWARD_SHARE = 2 / 3
 
 
 def predicted_exposed_ms(timing: Timing, gbit_per_s: float) -> float:
+    strategy = timing.strategy.partition("@")[0].partition("+")[0]
     total = timing.wire_mb * 8 / gbit_per_s  # Mbit / (Gbit/s) = ms
-    if timing.strategy.partition("@")[0].partition("+")[0] in AFTER_BACKWARD:
-        return total
-    return max(total - BACKWARD_SHARE * timing.compute_ms, total / max(1.0, timing.collectives))
+    if strategy in AFTER_BACKWARD:
+        return max(total, timing.exposed_ms)
+    afterwards = timing.parameters_mb * 8 / gbit_per_s if strategy in PARAMETERS_AFTER_STEP else 0.0
+    beside = total - afterwards
+    left = beside - BACKWARD_SHARE * timing.compute_ms / timing.accumulation
+    return max(afterwards + max(left, beside / max(1.0, timing.collectives)), timing.exposed_ms)
 
 
 def predicted_share(timing: Timing, gbit_per_s: float) -> float:

@@ -20,7 +20,7 @@ def plot_timings(timings: list[Timing], file: Path) -> None:
     axes = figure.subplots()
     names = [t.label for t in timings]
     medians = [t.median_ms for t in timings]
-    exposed = [t.exposed_ms for t in timings]
+    exposed = [t.exposed_ms if t.traffic_is_seen else 0.0 for t in timings]
     work = [m - e for m, e in zip(medians, exposed, strict=True)]
     axes.barh(names, work, label="compute and hidden communication", color="#4c78a8")
     axes.barh(names, exposed, left=work, label="exposed communication", color="#f58518")
@@ -30,7 +30,8 @@ def plot_timings(timings: list[Timing], file: Path) -> None:
     axes.errorbar(medians, names, xerr=errors, fmt="none", ecolor="#333333", capsize=3)
     axes.invert_yaxis()
     axes.set_xlabel("step time, ms (median; whiskers p10 and p90)")
-    axes.set_title(f"{timings[0].parameters:,} parameters, global batch {timings[0].batch_size}", loc="left")
+    if all((t.parameters, t.batch_size) == (timings[0].parameters, timings[0].batch_size) for t in timings):
+        axes.set_title(f"{timings[0].parameters:,} parameters, global batch {timings[0].batch_size}", loc="left")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     _save(figure, file)
 

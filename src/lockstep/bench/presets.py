@@ -26,6 +26,8 @@ class Preset:
     config: Config
     cases: Callable[[Config], list[Case]]
     steps: int = 20
+    sets_model: bool = False
+    """Its cases differ in the model: flags for it would change nothing."""
     one_by_one: bool = False
     """Not in turns: one model fills the memory."""
     reading: Callable[[list[Timing]], list[str]] = lambda timings: []
@@ -135,6 +137,7 @@ PRESETS = {
         "how the share of communication falls with the size of the model",
         images(CNN(), 64),
         cnn_sizes,
+        sets_model=True,
         reading=share_by_size,
     ),
     "ddp-vs-fsdp": Preset(
@@ -211,7 +214,7 @@ def memory_per_rank(launch: Launch, nproc: int) -> tuple[float, str]:
     if launch.device != "cpu" and torch.cuda.is_available():
         sharing = -(-nproc // torch.cuda.device_count())
         return torch.cuda.get_device_properties(0).total_memory / sharing, torch.cuda.get_device_name(0)
-    return psutil.virtual_memory().available / nproc, "this machine's free memory"
+    return psutil.virtual_memory().total / nproc, "this machine's memory"  # the same on every rank, at any moment
 
 
 def training_bytes(config: Config, nproc: int) -> float:

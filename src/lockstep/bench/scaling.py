@@ -121,6 +121,12 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
             f"ranks exceed cores: there are cores for {slots} rank{'s' * (slots > 1)} of {threads} "
             f"thread{'s' * (threads > 1)}, so larger sizes take turns on them and cannot be faster than {slots} ranks"
         )
+    idle = [p for p in found if p.batch_size < p.ranks]
+    if idle:
+        lines.append(
+            f"a global batch of {idle[0].batch_size} leaves some of {idle[-1].ranks} ranks without a sample, and they "
+            f"wait; give a larger --train.batch-size"
+        )
     strong = [p for p in found if p.mode == "strong"]
     fair = [p for p in strong if on_gpu or p.ranks <= slots]
     serial = amdahl_fit(fair)
@@ -131,7 +137,8 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
             f"scale; {limit}"
         )
     for mode in dict.fromkeys(p.mode for p in found):
-        last = [p for p in found if p.mode == mode and (on_gpu or p.ranks <= slots)][-1]
+        mine = [p for p in found if p.mode == mode]
+        last = [p for p in mine if on_gpu or p.ranks <= slots or p is mine[0]][-1]
         losses = {
             "communication": last.communication_ms,
             "load imbalance": last.imbalance_ms,

@@ -1,6 +1,7 @@
 """What the steps of one case cost: the numbers behind a row of `bench train`."""
 
 from dataclasses import dataclass, field
+from math import nan
 from statistics import mean, median
 from typing import Any
 
@@ -42,12 +43,20 @@ class Timing:
     imbalance_s: list[float] = field(default_factory=list)
     """By how much the slowest rank computed longer than the mean."""
     traffic: list[Traffic] = field(default_factory=list)
+    accumulation: int = 1
+    in_turns: bool = True
+    """With the others, round by round; else their times cannot be paired."""
+    traffic_is_seen: bool = True
+    """False where an engine sends out of our sight."""
+    skipped: int = 0
+    """Steps whose loss or gradients were not finite."""
     timelines: list[dict[str, Any]] = field(default_factory=list)
     """The last step of each rank, to be drawn."""
 
-    def record(self, seconds: float, ledger: Ledger) -> None:
+    def record(self, seconds: float, ledger: Ledger, skipped: bool = False) -> None:
         """Note one step, as this rank saw it."""
         self.step_s.append(seconds)
+        self.skipped += skipped
         self.exposed_s.append(ledger.exposed_seconds())
         self.traffic.append(ledger.traffic())
         busy = ledger.busy_seconds()
@@ -73,6 +82,8 @@ class Timing:
 
     def ratio_to(self, other: "Timing") -> Estimate:
         """Median over the rounds of this step's time over the other's in the same round."""
+        if not self.in_turns:
+            return Estimate(median(self.step_s) / median(other.step_s))
         return estimate([mine / theirs for mine, theirs in zip(self.step_s, other.step_s, strict=True)])
 
     @property
@@ -89,62 +100,81 @@ class Timing:
 
     @property
     def mfu(self) -> float:
-        return self.flops_per_s / self.peak_flops if self.peak_flops else float("nan")
+        return self.flops_per_s / self.peak_flops if self.peak_flops else nan
 
     # ---- communication -----------------------------------------------------------------------------------------
 
     @property
     def exposed_ms(self) -> float:
-        return 1e3 * median(self.exposed_s)
+        return 1e3 * median(self.exposed_s) if self.traffic_is_seen else nan
 
     @property
     def exposed_share(self) -> float:
-        return min(1.0, self.exposed_ms / self.median_ms)
+        return min(1.0, self.exposed_ms / self.median_ms) if self.traffic_is_seen else nan
 
     @property
     def compute_ms(self) -> float:
         """What is left of a step when it does not wait."""
-        return max(0.0, self.median_ms - self.exposed_ms)
+        return max(0.0, self.median_ms - self.exposed_ms) if self.traffic_is_seen else nan
 
     @property
     def comm_ms(self) -> float:
-        return 1e3 * median(self.comm_s) if self.comm_s else float("nan")
+        return 1e3 * median(self.comm_s) if self.comm_s and self.traffic_is_seen else nan
 
     @property
     def hidden_share(self) -> float:
         """Of the communication, how much went on beside computation."""
-        return max(0.0, 1 - self.exposed_ms / self.comm_ms) if self.comm_s and self.comm_ms else float("nan")
+        return max(0.0, 1 - self.exposed_ms / self.comm_ms) if self.comm_s and self.comm_ms else nan
 
     @property
     def collectives(self) -> float:
         """Per step, on average: local SGD sends something in some steps only."""
-        return mean(t.collectives for t in self.traffic)
+        return mean(t.collectives for t in self.traffic) if self.traffic_is_seen else nan
 
     @property
     def wire_mb(self) -> float:
         """MB that a rank sends per step, on average."""
-        return mean(t.wire_bytes for t in self.traffic) / 1e6
+        return mean(t.wire_bytes for t in self.traffic) / 1e6 if self.traffic_is_seen else nan
+
+    @property
+    def parameters_mb(self) -> float:
+        """The part of it that carries parameters."""
+        return mean(t.parameter_bytes for t in self.traffic) / 1e6
 
     @property
     def theory_mb(self) -> float:
-        return self.theory.wire_bytes / 1e6 if self.theory is not None else float("nan")
+        return self.theory.wire_bytes / 1e6 if self.theory is not None else nan
 
     @property
     def imbalance_ms(self) -> float:
         return 1e3 * median(self.imbalance_s) if self.imbalance_s else 0.0
 
 
-def merge_ranks(everyone: list[Timing]) -> Timing:
-    """Per step, the time of the rank that took longest; communication as the mean over the ranks."""
+def merge_ranks(everyone: list[Timing], cycle: int = 1) -> Timing:
+    """Per step, the time of the rank that took longest; communication as the mean over the ranks.
+
+    `cycle`: only every so many-th step communicates; then each step counts as the mean of its cycle.
+    """
     merged = everyone[0]
     compute = [[s - e for s, e in zip(t.step_s, t.exposed_s, strict=True)] for t in everyone]
     merged.imbalance_s = [max(step) - mean(step) for step in zip(*compute, strict=True)]
     merged.step_s = [max(times) for times in zip(*(t.step_s for t in everyone), strict=True)]
     merged.exposed_s = [mean(times) for times in zip(*(t.exposed_s for t in everyone), strict=True)]
     merged.comm_s = [mean(times) for times in zip(*(t.comm_s for t in everyone), strict=True)]
+    for values in (merged.step_s, merged.exposed_s, merged.comm_s, merged.imbalance_s):
+        values[:] = over_cycles(values, cycle)
     merged.timelines = [line for timing in everyone for line in timing.timelines]
     merged.memory = max((t.memory for t in everyone), key=lambda memory: memory.peak_mib)
     return merged
+
+
+def over_cycles(values: list[float], cycle: int) -> list[float]:
+    """Each value replaced by the mean of its cycle; a last one that is not whole joins the one before."""
+    if cycle == 1 or not values:
+        return values
+    starts = list(range(0, max(1, len(values) - cycle + 1), cycle))
+    ends = [*starts[1:], len(values)]
+    return [mean(values[a:b]) for a, b in zip(starts, ends, strict=True) for _ in range(a, b)]
 
 
 COLUMNS = (
@@ -173,13 +203,14 @@ def as_rows(timings: list[Timing], baselines: list[Timing]) -> list[dict[str, An
 
 def as_row(timing: Timing, first: Timing, single: Timing | None) -> dict[str, Any]:
     """Every number of a row by its name, for CSV and JSON. `first`: what ratios refer to; `single`: one process."""
-    sure, ratio, memory = timing.confidence_ms, timing.ratio_to(first), timing.memory
+    sure, memory = timing.confidence_ms, timing.memory
+    ratio = timing.ratio_to(first) if same_work(timing, first) else Estimate(nan)
     low, high = timing.spread_ms
     values = [
         *(timing.label, timing.strategy, timing.ranks, timing.parameters, timing.batch_size),
         *(sure.value, low, high, sure.low, sure.high, ratio.value, ratio.low, ratio.high),
         *(timing.samples_per_s, timing.tokens_per_s, timing.flops_per_s / 1e12, timing.mfu),
-        single.median_ms / timing.median_ms if single is not None else float("nan"),
+        single.median_ms / timing.median_ms if single is not None else nan,
         *(timing.compute_ms, timing.exposed_ms, timing.exposed_share),
         *(timing.comm_ms, timing.hidden_share, timing.imbalance_ms),
         *(timing.collectives, timing.theory.collectives if timing.theory else None, timing.wire_mb, timing.theory_mb),

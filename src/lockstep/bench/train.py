@@ -17,6 +17,7 @@ from lockstep.bench.timing import Timing, merge_ranks
 from lockstep.comm.collectives import all_gather_objects, barrier
 from lockstep.config import Config, check_ranges
 from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
+from lockstep.errors import UserError
 from lockstep.launch import available_cores
 from lockstep.models import build_model
 from lockstep.strategies import StepResult, Strategy, strategy_named
@@ -75,6 +76,11 @@ class Runner:
         dataset = load_data(world, case.config)
         self.data = dataset.train
         self.batches = full_batches(case.config, dataset)
+        if len(self.batches[0]) < case.config.train.batch_size:
+            raise UserError(
+                f"{case.label}: a batch of {case.config.train.batch_size} needs as many samples, and there are "
+                f"{len(dataset.train)}; lower train.batch_size or give --data.samples"
+            )
         self.timing: Timing | None = None
         if self.part is not None:
             with self._cores():
@@ -92,16 +98,17 @@ class Runner:
         indices = self.batches[round_ % len(self.batches)]
         batch = read_share(self.data, indices, self.strategy.batch_share())
         with self._cores():
-            seconds, _ = timed_step(self.world, self.strategy, batch)
+            seconds, result = timed_step(self.world, self.strategy, batch)
         if timed:
-            self.timing.record(seconds, self.strategy.ledger)
+            self.timing.record(seconds, self.strategy.ledger, result.skipped)
 
     def result(self) -> Timing:
         """Of all ranks; every rank must call it."""
         if self.timing is not None:
             self.timing.timelines = [timeline(self.strategy)]
         everyone = all_gather_objects(self.timing)
-        return merge_ranks([timing for timing in everyone if timing is not None])
+        cycle = meeting_cycle(named_config(self.case.config, self.case.strategy))
+        return merge_ranks([timing for timing in everyone if timing is not None], cycle)
 
     @contextmanager
     def _cores(self) -> Iterator[None]:
@@ -123,6 +130,8 @@ def part_of(world: World, ranks: int | None = None, backend: str = "") -> World 
     Every rank must call it.
     """
     ranks = world.size if ranks is None else ranks
+    if ranks > world.size:
+        raise UserError(f"{ranks} ranks are asked for, and {world.size} have been started")
     same_backend = backend in ("", world.backend)
     if world.size == 1 or (ranks == world.size and same_backend):
         return world
@@ -139,9 +148,14 @@ def full_batches(config: Config, dataset: DataSet) -> list[torch.Tensor]:
     return [indices for indices in batches if len(indices) == config.train.batch_size] or batches
 
 
-def memory_of_steps(world: World, config: Config, name: str, dataset: DataSet, steps: int = 3) -> Memory:
+def meeting_cycle(config: Config) -> int:
+    """After how many steps all have happened that happens in steps."""
+    return config.parallel.sync_every if config.parallel.data == "local_sgd" else 1
+
+
+def memory_of_steps(world: World, config: Config, name: str, dataset: DataSet) -> Memory:
     """What a few steps need on this rank (DDP regroups its buckets after the first)."""
-    batches = full_batches(config, dataset)
+    batches, steps = full_batches(config, dataset), max(3, meeting_cycle(named_config(config, name)))
     with measure_memory(world.device) as watch:
         strategy = prepare_named(world, config, name, dataset)
         watch.steps_begin()
@@ -215,6 +229,8 @@ def new_timing(
         flops_per_step=batch * strategy.flops_per_sample,
         ranks=world.size,
         device=world.device.type,
+        accumulation=config.train.accumulation,
+        traffic_is_seen=strategy.traffic_is_seen,
         tokens_per_sample=dataset.spec.shape[0] if dataset.spec.kind == "tokens" else 0,
         peak_flops=peak[0] * world.size,
         peak_source=peak[1],

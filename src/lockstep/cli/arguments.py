@@ -1,6 +1,7 @@
 """What the commands share in reading their arguments."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -22,7 +23,7 @@ from lockstep.config import (
 from lockstep.config.load import nearest, valid_keys
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
-from lockstep.link import check_possible, parse_link, run_over_link, without_flag
+from lockstep.link import check_possible, check_ranks, parse_link, run_over_link, without_flag
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ def check_link(link: str, launch: Launch) -> None:
         raise UserError("--link starts its own nodes; leave it out under torchrun and srun")
     if launch.backend == "shm":
         raise UserError("--link joins nodes by a network, and --backend shm is for ranks of one machine; use gloo")
+    check_ranks(launch.nproc)
 
 
 def over_link(command: str, link: str, argv: list[str], launch: Launch) -> int:
@@ -89,9 +91,8 @@ def config_from(argv: list[str], default: Config | None = None) -> tuple[Config,
     file = argv[0] if argv and not argv[0].startswith("-") else None
     rest = [_spelt_out(word) for word in (argv[1:] if file is not None else argv)]
     model_name = flag_value(rest, "--model.name")
-    config = default if file is None and default is not None else load_config(file, model_name)
-    if default is not None and model_name not in (None, config.model.name):
-        raise UserError(f"--model.name {model_name}: this preset is about the model {config.model.name}")
+    fits = default is not None and file is None and model_name in (None, default.model.name)
+    config = default if default is not None and fits else load_config(file, model_name)
     _refuse_unknown_flags(rest, config)
     return config, rest
 
@@ -132,8 +133,11 @@ def check_folder(flag: str, file: str | None) -> None:
         raise UserError(f"{flag} {file}: that is a folder; name a file")
     if flag == "--plot" and file is not None and Path(file).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot {file}: name a file that ends in .png, .svg or .pdf")
-    if file is not None and not Path(file).absolute().parent.is_dir():
-        raise UserError(f"{flag} {file}: there is no folder {Path(file).absolute().parent}; make it first")
+    folder = Path(file or ".").absolute().parent
+    if file is not None and not folder.is_dir():
+        raise UserError(f"{flag} {file}: there is no folder {folder}; make it first")
+    if file is not None and not os.access(folder, os.W_OK):
+        raise UserError(f"{flag} {file}: the folder {folder} cannot be written to; choose another")
 
 
 def sections(config: Config) -> dict[str, Any]:

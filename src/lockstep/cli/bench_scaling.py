@@ -9,9 +9,10 @@ from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
 from lockstep.bench.timing import Timing
 from lockstep.cli.arguments import RunArguments, check_folder, config_from, parse, sections
-from lockstep.cli.bench_train import time_cases
+from lockstep.cli.bench_train import time_cases, with_enough_data
 from lockstep.cli.tables import console, new_table
 from lockstep.cli.train_tables import write_rows
+from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch import available_cores, run_on_ranks
 from lockstep.record import Record
@@ -49,7 +50,7 @@ class BenchScalingArguments(RunArguments):
 
 
 def main(argv: list[str]) -> int:
-    config, rest = config_from(argv, text(replace(GPT_25M, context=32), 4))
+    config, rest = config_from(argv, text(replace(GPT_25M, context=16), 8))
     arguments = parse(BenchScalingArguments, rest, "bench scaling", default=BenchScalingArguments(**sections(config)))
     config = arguments.config()
     sizes = tuple(sorted(set(arguments.world_size)))
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
         raise UserError("at least one of --modes, 1 of --steps and 0 of --warmup")
     if arguments.launch.nproc not in (None, sizes[-1]):
         raise UserError(f"--nproc {arguments.launch.nproc} is not the largest --world-size {sizes[-1]}; leave it out")
+    check_sizes(config, sizes)
     for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
         check_folder(flag, file)
     cores = available_cores()
@@ -66,13 +68,15 @@ def main(argv: list[str]) -> int:
     if not 1 <= threads <= cores:
         raise UserError(f"--threads {threads}: this machine has {cores} cores")
     cases = scaling_cases(config, arguments.modes, sizes, threads)
+    cases = [replace(case, config=with_enough_data(case.config)) for case in cases]
     ranks = run_on_ranks(
         time_cases, cases, arguments.steps, arguments.warmup, launch=arguments.launch, default_nproc=sizes[-1]
     )
     if os.environ.get("RANK", "0") == "0":
         timings: list[Timing] = ranks[0]
         on_gpu = timings[0].device == "cuda"
-        slots = sizes[-1] if on_gpu else max(1, cores // threads)
+        nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        slots = sizes[-1] if on_gpu else max(1, nodes * cores // threads)
         found = points(timings, slots)
         lines = sentences(found, slots, threads, on_gpu)
         print_scaling(found, timings[0], lines)
@@ -87,6 +91,20 @@ def main(argv: list[str]) -> int:
             title = f"{config.parallel.data}, {' and '.join(arguments.modes)}"
             Record("bench scaling", result, asdict(config), title=title).write(Path(arguments.json))
     return 0
+
+
+def check_sizes(config: Config, sizes: tuple[int, ...]) -> None:
+    """Refuse what cannot run on a part of the ranks, or on ranks that are not there."""
+    started = int(os.environ.get("WORLD_SIZE", "0"))
+    if started and sizes[-1] > started:
+        raise UserError(f"--world-size goes up to {sizes[-1]}, and {started} ranks have been started")
+    parallel = config.parallel
+    on_all_ranks = parallel.data == "deepspeed" or (
+        parallel.data == "fsdp" and parallel.sharding in ("HYBRID_SHARD", "NO_SHARD")
+    )
+    if on_all_ranks and len(sizes) > 1:
+        what = parallel.data if parallel.data == "deepspeed" else f"fsdp with {parallel.sharding}"
+        raise UserError(f"{what} always takes all ranks: give one --world-size at a time")
 
 
 def print_scaling(found: list[Point], first: Timing, lines: list[str]) -> None:

@@ -2,14 +2,14 @@
 
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
 from lockstep.bench.plot import plot_timings
-from lockstep.bench.presets import NAIVE_DDP_COLUMNS, preset_named, with_size_that_fits
+from lockstep.bench.presets import NAIVE_DDP_COLUMNS, PRESETS, Preset, preset_named, with_size_that_fits
 from lockstep.bench.timing import Timing, as_rows
 from lockstep.bench.train import Case, bench_cases
 from lockstep.cli.arguments import (
@@ -25,7 +25,7 @@ from lockstep.cli.arguments import (
 )
 from lockstep.cli.tables import console
 from lockstep.cli.train_tables import print_network_shares, print_timings, verdicts, write_csv
-from lockstep.config import GPT, Config
+from lockstep.config import Config, Parallel
 from lockstep.errors import RankError, UserError
 from lockstep.launch import run_on_ranks
 from lockstep.link import DEFAULT_RANKS, OVER_LINK, without_flag
@@ -76,6 +76,8 @@ def main(argv: list[str]) -> int:
     name = flag_value(argv, "--preset")
     preset = preset_named(name) if name is not None else None
     config, rest = config_from(argv, preset.config if preset is not None else None)
+    if preset is not None:
+        check_preset(preset, config, argv)
     arguments = parse(BenchTrainArguments, rest, "bench train", default=BenchTrainArguments(**sections(config)))
     config = arguments.config()
     steps = arguments.steps if arguments.steps is not None else preset.steps if preset is not None else 30
@@ -84,10 +86,12 @@ def main(argv: list[str]) -> int:
     for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
         check_folder(flag, file)
     if preset is None:
-        cases = [Case(name, name, config) for name in known_names(arguments.strategies)]
+        names = known_names(arguments.strategies)
+        cases = [Case(name, name, config, ranks=1 if name == "single" else None) for name in names]
     else:
-        config = settled(arguments, config)
+        config = settled(arguments, config, argv)
         cases = preset.cases(config)
+    cases = [replace(case, config=with_enough_data(case.config)) for case in cases]
     if arguments.link is not None:
         check_link(arguments.link, arguments.launch)
     baselines = one_process(cases) if arguments.baseline else []
@@ -103,11 +107,32 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def settled(arguments: BenchTrainArguments, config: Config) -> Config:
-    """With what only this machine can tell: which GPT fits."""
-    if arguments.preset != "naive-ddp" or not isinstance(config.model, GPT) or config.model.size != "custom":
+def check_preset(preset: Preset, config: Config, argv: list[str]) -> None:
+    """Refuse flags that would change nothing."""
+    flags = [word.partition("=")[0] for word in argv]
+    if "--strategies" in flags:
+        raise UserError("--preset has strategies of its own; leave --strategies out, or --preset")
+    model = next((flag for flag in flags if flag.startswith("--model")), None)
+    if preset.sets_model and model is not None:
+        raise UserError(f"{model}: this preset compares models of its own; leave it out")
+    if config.model.name != preset.config.model.name:
+        raise UserError(f"this preset is about the model {preset.config.model.name}, not {config.model.name}")
+
+
+def with_enough_data(config: Config) -> Config:
+    """A synthetic data set costs nothing: as many samples as a batch has, at least."""
+    if config.data.name != "synthetic" or config.data.samples >= config.train.batch_size:
         return config
-    given = int(os.environ.get("WORLD_SIZE", "0")) or arguments.launch.nproc or 2
+    return replace(config, data=replace(config.data, samples=config.train.batch_size))
+
+
+def settled(arguments: BenchTrainArguments, config: Config, argv: list[str]) -> Config:
+    """With what only this machine can tell: which GPT fits, if none was asked for."""
+    asked = any(word.startswith(("--model.size", "--model.d", "--model.layers")) for word in argv)
+    if arguments.preset != "naive-ddp" or asked or config.model != PRESETS["naive-ddp"].config.model:
+        return config
+    default = 2 if arguments.link is None else DEFAULT_RANKS
+    given = int(os.environ.get("WORLD_SIZE", "0")) or arguments.launch.nproc or default
     config, why = with_size_that_fits(config, arguments.launch, given)
     if os.environ.get("RANK", "0") == "0":
         console().print(why)
@@ -118,7 +143,7 @@ def one_process(cases: list[Case]) -> list[Case]:
     """What the speed-up refers to: each different model and batch, once, on one rank."""
     different: list[Case] = []
     for case in cases:
-        alone = Case("one process", "single", case.config, ranks=1)
+        alone = Case("one process", "single", replace(case.config, parallel=Parallel(data="single")), ranks=1)
         if not any(_same_work(alone, other) for other in different):
             different.append(alone)
     return different
@@ -134,11 +159,22 @@ def show(
     reading = preset_named(arguments.preset).reading(timings) if arguments.preset is not None else []
     print_timings(console(), timings, baselines, reading)
     rows = as_rows(timings, baselines)
+    write(arguments, config, timings, rows, reading)
     measured = rows_over_link(arguments, argv) if arguments.link is not None else []
     if timings[0].ranks > 1 and OVER_LINK not in os.environ:
         print_network_shares(console(), timings, arguments.link, measured)
     if measured:
         rows = [{**row, "link": "none"} for row in rows] + [{**row, "link": arguments.link} for row in measured]
+        write(arguments, config, timings, rows, reading)
+
+
+def write(
+    arguments: BenchTrainArguments,
+    config: Config,
+    timings: list[Timing],
+    rows: list[dict[str, Any]],
+    reading: list[str],
+) -> None:
     if arguments.csv is not None:
         write_csv(rows, Path(arguments.csv), NAIVE_DDP_COLUMNS if arguments.preset == "naive-ddp" else {})
     if arguments.plot is not None:
@@ -162,7 +198,7 @@ def rows_over_link(arguments: BenchTrainArguments, argv: list[str]) -> list[dict
         if status != 0:
             raise RankError(f"the ranks over --link {arguments.link} have failed (exit status {status})")
         rows: list[dict[str, Any]] = read_record(file).result["rows"]
-        return rows
+        return [{name: value for name, value in row.items() if name != "timelines"} for row in rows]
 
 
 def known_names(wanted: tuple[str, ...]) -> list[str]:
@@ -184,4 +220,4 @@ def time_cases(world: World, cases: list[Case], steps: int, warmup: int, one_by_
         found = []
         for group in groups:
             found += bench_cases(world, group, steps, warmup, lambda: progress.advance(task))
-        return found
+        return [replace(timing, in_turns=not one_by_one) for timing in found]

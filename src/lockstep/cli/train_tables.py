@@ -1,13 +1,14 @@
 """What `lockstep bench train` shows and writes: time, communication, memory, and what can be said of them."""
 
 import csv
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from lockstep.bench.network import GBIT_PER_S, predicted_share
+from lockstep.bench.statistics import FEWEST
 from lockstep.bench.timing import Timing, baseline_of, same_work
 from lockstep.cli.tables import new_table
 from lockstep.link import parse_link
@@ -27,8 +28,9 @@ def print_times(screen: Console, timings: list[Timing], baselines: list[Timing])
     sizes = {(t.parameters, t.batch_size) for t in timings}
     work = f"{first.parameters:,} parameters, global batch {first.batch_size}, " if len(sizes) == 1 else ""
     rate = "tokens\n/s" if first.tokens_per_sample else "samples\n/s"
+    how = "in turns" if first.in_turns else "one by one"
     table = new_table(
-        f"time: {work}{first.ranks} ranks, {len(first.step_s)} steps each, in turns",
+        f"time: {work}{first.ranks} ranks, {len(first.step_s)} steps each, {how}",
         ("strategy",),
         (
             *("step ms\nmedian", "p10 - p90\nms", f"ratio to\n{first.label}", "95%\ninterval"),
@@ -42,7 +44,7 @@ def print_times(screen: Console, timings: list[Timing], baselines: list[Timing])
             f"{t.median_ms:.2f}",
             f"{low:.1f} - {high:.1f}",
             f"{ratio.value:.3f}" if same_work(t, first) else "-",
-            f"{ratio.low:.3f} - {ratio.high:.3f}" if same_work(t, first) else "-",
+            f"{ratio.low:.3f} - {ratio.high:.3f}" if ratio.is_sure and same_work(t, first) else "-",
             f"{t.tokens_per_s if t.tokens_per_sample else t.samples_per_s:,.0f}",
             f"{t.flops_per_s / 1e12:.3g}",
             f"{100 * t.mfu:.1f}",
@@ -64,15 +66,15 @@ def print_communication(screen: Console, timings: list[Timing]) -> None:
         calls = t.theory.collectives if t.theory is not None else None
         table.add_row(
             t.label,
-            f"{t.compute_ms:.2f}",
-            f"{t.exposed_ms:.2f}",
-            f"{100 * t.exposed_share:.0f}",
+            _or_dash(t.compute_ms, ".2f"),
+            _or_dash(t.exposed_ms, ".2f"),
+            _or_dash(100 * t.exposed_share, ".0f"),
             _or_dash(t.comm_ms, ".2f"),
             _or_dash(100 * t.comm_ms / t.median_ms, ".0f"),
             _or_dash(100 * t.hidden_share, ".0f"),
-            f"{t.collectives:.1f}",
+            _or_dash(t.collectives, ".1f"),
             "-" if calls is None else str(calls),
-            f"{t.wire_mb:.3f}",
+            _or_dash(t.wire_mb, ".3f"),
             _or_dash(t.theory_mb, ".3f"),
         )
     screen.print(table)
@@ -99,15 +101,16 @@ def print_network_shares(
     rates = sorted({*GBIT_PER_S, *([link_gbit] if link_gbit else [])})
     found = {row["label"]: row["exposed_fraction"] for row in measured}
     table = new_table(
-        "share of a step that waits for communication, on networks of Gbit/s",
+        "share of a step spent waiting, on networks of Gbit/s",
         ("strategy",),
         ("here\nmeasured", *(f"{rate:g}\npredicted" for rate in rates)),
     )
     if found:
         table.add_column(f"{link}\nmeasured", justify="right", no_wrap=True)
     for t in timings:
-        cells = [f"{t.exposed_share:.0%}", *(f"{predicted_share(t, rate):.0%}" for rate in rates)]
-        table.add_row(t.label, *cells, *([f"{found[t.label]:.0%}"] if found else []))
+        cells = [t.exposed_share, *(predicted_share(t, rate) for rate in rates)]
+        cells += [nan if found[t.label] is None else found[t.label]] if found else []
+        table.add_row(t.label, *(_or_dash(cell, ".0%") for cell in cells))
     screen.print(table)
 
 
@@ -118,6 +121,10 @@ def _or_dash(value: float, form: str) -> str:
 def verdicts(timings: list[Timing]) -> list[str]:
     """What differs from the first beyond the noise; the rest in one line."""
     first, lines, alike = timings[0], [], []
+    if not first.in_turns:
+        return []
+    if len(first.step_s) < FEWEST:
+        return [f"{len(first.step_s)} steps are too few to tell a difference from noise; take {FEWEST} or more"]
     for t in timings[1:]:
         if not same_work(t, first):
             continue
@@ -145,6 +152,11 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
     ]
     if first.ranks > 1:
         lines.append("exposed: the step stood waiting for it. total: some of it was on its way. hidden: the rest.")
+    for t in timings:
+        if t.skipped:
+            lines.append(f"{t.label}: {t.skipped} of {len(t.step_s)} steps not taken: loss or gradients not finite")
+    if any(not t.traffic_is_seen for t in timings):
+        lines.append("-: this engine communicates in a way that cannot be watched.")
     if baselines:
         lines.append("one process: the whole batch on one rank, with the cores of all.")
     return lines

@@ -104,6 +104,8 @@ class Traffic:
 
     collectives: int
     wire_bytes: float
+    parameter_bytes: float = 0.0
+    """The part of it that carries parameters."""
 
 
 @dataclass
@@ -129,7 +131,8 @@ class Ledger:
 
     def traffic(self) -> Traffic:
         entries = self.of(*MODEL_PURPOSES)
-        return Traffic(len(entries), sum(e.wire_bytes for e in entries))
+        parameters = sum(e.wire_bytes for e in entries if e.purpose == "parameters")
+        return Traffic(len(entries), sum(e.wire_bytes for e in entries), parameters)
 
     def exposed_seconds(self, *purposes: str, within: tuple[Mark, Mark] | None = None) -> float:
         """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""

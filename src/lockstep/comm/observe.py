@@ -45,9 +45,11 @@ class ObservedGroup(dist.ProcessGroup):
         The engine launches a collective as soon as its gradients are there and waits for all at the end of backward:
         from the last launch on there is nothing left to compute, and the rest of backward is exposed.
         """
-        now = mark(device)
+        ends = [entry.ended for entry in self._open if isinstance(entry.ended, float)]
+        seen = ends and len(ends) == len(self._open)
+        over = max(ends) if seen else mark(device)
         for entry in self._open:
-            entry.wait_started, entry.wait_ended = self._open[-1].issued, now
+            entry.wait_started, entry.wait_ended = self._open[-1].issued, over
         self._open = []
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -105,7 +107,13 @@ def _noting(call: Any, operation: str, purpose: str, position: int) -> Any:
             size = dist.get_world_size(group)
             small = tensor.numel() <= 1  # the norm
             if size > 1:
-                ledger.add(operation, "norm" if small else purpose, size, tensor.nbytes)
+                entry = ledger.add(operation, "norm" if small else purpose, size, tensor.nbytes)
+                work = call(*args, **kwargs)
+                if tensor.device.type == "cpu" and work is not None:
+                    note_end(work, entry)
+                elif tensor.device.type == "cpu":
+                    entry.wait_started, entry.wait_ended = entry.issued, mark(tensor.device)
+                return work
         return call(*args, **kwargs)
 
     return noted

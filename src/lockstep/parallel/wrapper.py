@@ -1,6 +1,5 @@
 """What the wrappers have in common that make gradients the mean over the ranks, and how all ranks start alike."""
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,9 +28,9 @@ class GradientWrapper(nn.Module):
         if self._synchronizing and self.training and torch.is_grad_enabled():
             broadcast_buffers(self.module, self.group)
 
-    @abstractmethod
     def finish_gradient_synchronization(self) -> None:
         """Make every `p.grad` the mean over the ranks. Every rank must call it, once per step."""
+        raise NotImplementedError
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

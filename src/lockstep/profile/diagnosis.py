@@ -1,5 +1,6 @@
 """What a run is bound by, in words: where the time of its steps went, and which flag to try next."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,8 @@ from lockstep.profile.trace import Event, covered, self_times
 MATRIX = ("mm", "matmul", "linear", "conv", "attention", "flash", "gemm", "cutlass", "einsum", "xmma")
 """Parts of the names of operations and kernels whose cost is arithmetic; of others it is moving memory."""
 NCCL = "nccl"
+FRAME = re.compile(r"Backward\d*$")
+"""Autograd's nodes; what they compute with are operations of their own."""
 STEP, DATA = "step", "data loading"
 KINDS = {
     "compute": "matrix products and convolutions",
@@ -41,14 +44,15 @@ def diagnose(events: list[Event], exposed_ms: float, on_gpu: bool) -> Diagnosis:
     total = sum(e["dur"] for e in steps) + sum(e["dur"] for e in reading)
     main = steps[0]["tid"]
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in steps]
-    ops = [e for e in events if is_work(e, main, on_gpu) and any(a <= e["ts"] < b for a, b in spans)]
-    times = self_times_by_lane(ops)
-    matrix = sum(t for name, t in times.items() if any(part in name.lower() for part in MATRIX) and NCCL not in name)
-    busy = sum(covered(ops, a, b) for a, b in spans)
-    network = min(1e3 * exposed_ms * len(steps), total)
+    ops = [e for e in events if may_be_work(e, main, on_gpu) and any(a <= e["ts"] < b for a, b in spans)]
+    times = {name: t for name, t in self_times_by_lane(ops).items() if not is_frame(name)}
     work = sum(times.values()) or 1.0
-    computing = max(0.0, min(busy, total - network)) * matrix / work
-    moving = max(0.0, min(busy, total - network)) * (1 - matrix / work)
+    matrix = sum(t for name, t in times.items() if any(part in name.lower() for part in MATRIX)) / work
+    # Kernels of several streams overlap; operations of the one thread that we look at on a CPU do not.
+    busy = sum(covered(ops, a, b) for a, b in spans) if on_gpu else sum(times.values())
+    network = min(1e3 * exposed_ms * len(steps), total)
+    busy = max(0.0, min(busy, total - network))
+    computing, moving = busy * matrix, busy * (1 - matrix)
     data = sum(e["dur"] for e in reading)
     host = max(0.0, total - computing - moving - network - data)
     parts = {"compute": computing, "memory": moving, "communication": network, "data": data, "host": host}
@@ -62,11 +66,16 @@ def diagnose(events: list[Event], exposed_ms: float, on_gpu: bool) -> Diagnosis:
     )
 
 
-def is_work(event: Event, main: Any, on_gpu: bool) -> bool:
+def is_frame(name: str) -> bool:
+    """Not work of its own: what surrounds operations, and hooks in which Python runs or waits."""
+    return name.startswith(("autograd::", "c10d::", "gloo:", "Optimizer.")) or FRAME.search(name) is not None
+
+
+def may_be_work(event: Event, main: Any, on_gpu: bool) -> bool:
     """On a GPU its kernels are the work, and the host only feeds them; NCCL's kernels mostly wait."""
     if on_gpu:
         return event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") and NCCL not in event["name"].lower()
-    return bool(event["cat"] == "cpu_op" and event["tid"] == main and not event["name"].startswith("c10d::"))
+    return bool(event["cat"] == "cpu_op" and event["tid"] == main)
 
 
 def self_times_by_lane(events: list[Event]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from lockstep.errors import UserError
 from lockstep.profile.diagnosis import DATA, STEP, Diagnosis, diagnose
 from lockstep.profile.regions import named_blocks
 from lockstep.profile.trace import RankTrace, clock_offset_us, collective_events, merged, write_trace
+from lockstep.training.metrics import writing_to
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.world import World
 
@@ -54,7 +55,7 @@ def profile_steps(
     last: dict[str, Any] = {}
     if snapshot is not None and world.is_main:
         torch.cuda.memory._record_memory_history()
-    with named_blocks(strategy.model):
+    with named_blocks(strategy.model) as regions:
         for index in range(warmup):
             strategy.step(read_share(dataset.train, batches[index % len(batches)], strategy.batch_share()))
         synchronize(world)
@@ -66,6 +67,7 @@ def profile_steps(
                 began = time.time() * 1e6
                 with record_function(STEP):
                     strategy.step(batch)
+                    regions.end_backward()
                     if on_gpu:
                         torch.cuda.synchronize()
                 last = timeline(strategy)
@@ -76,13 +78,14 @@ def profile_steps(
         torch.cuda.memory._record_memory_history(enabled=None)
     trace = own_trace(world, profiler)
     found = diagnose(trace.events, mean(exposed), on_gpu)
-    trace.base_us -= clock_offset_us() if world.size > 1 and not one_machine() else 0.0
     pid = trace.events[0]["pid"]
     trace.events += [{**e, "pid": pid, "ts": e["ts"] - trace.base_us} for e in ledger_events]
+    trace.base_us -= clock_offset_us() if world.size > 1 and not one_machine() else 0.0  # moves all of them
     traces = all_gather_objects(trace)
     whole = merged(traces) if world.is_main else {"traceEvents": []}
     if world.is_main:
-        write_trace(whole, trace_file)
+        with writing_to(trace_file.parent):
+            write_trace(whole, trace_file)
     return Profile(all_gather_objects(found), all_gather_objects(last), strategy.parameters, len(whole["traceEvents"]))
 
 

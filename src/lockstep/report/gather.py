@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.record import Record, read_record
@@ -16,32 +17,38 @@ def gather(places: list[Path]) -> list[Record]:
     for place in places:
         if not place.exists():
             raise UserError(f"{place} does not exist; give results that --json, train, profile or demo have written")
-        if place.is_file():
-            records.append(read_record(place))
-            continue
-        found = [file for file in sorted(place.rglob("*.json")) if is_record(file)]
+        found = [place] if place.is_file() else [file for file in sorted(place.rglob("*.json")) if is_record(file)]
         if not found:
             raise UserError(f"{place} has no results in it; those are written by --json, train, profile and demo")
-        records += [read_record(file) for file in found]
-        for record, file in zip(records[-len(found) :], found, strict=True):
+        for file in found:
+            record = read_record(file)
             if record.kind == "train":
                 record.result = {**record.result, "metrics": read_metrics(file.parent / METRICS)}
                 record.title = record.title or file.parent.name
+            records.append(record)
     return records
 
 
 def is_record(file: Path) -> bool:
     """Without reading all of a file that is something else."""
+    if not file.is_file():
+        return False
     with file.open("rb") as opened:
         return b'"lockstep_record"' in opened.read(200)
 
 
-def read_metrics(file: Path) -> list[dict[str, object]]:
-    """A line that was cut off in the middle (a run that is still going) is left out."""
-    records = []
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """A line that was cut off in the middle (a run that is still going) is left out.
+
+    Where a run was begun again in the same folder, or went on from a checkpoint, what it did again counts.
+    """
+    records: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if records and record.get("step", 0) < records[-1].get("step", 0):
+            records = [earlier for earlier in records if earlier.get("step", 0) < record.get("step", 0)]
+        records.append(record)
     return records

@@ -17,7 +17,7 @@ from lockstep.report.sections import Section, Table, loss_overlay, section
 FACTS = {
     **{"processor": "processor", "cores": "cores", "memory_gib": "memory, GiB", "gpus": "GPUs"},
     **{"gpu_memory_gib": "memory of a GPU, GiB", "system": "system", "python": "Python", "torch": "torch"},
-    **{"cuda": "CUDA", "nccl": "NCCL", "source": "source"},
+    **{"cuda": "CUDA", "nccl": "NCCL", "source": "git, where it ran"},
 }
 SHARES = ("share", "MFU", "efficiency", "accuracy")
 """Ends of the headings of columns that are shares of 1."""
@@ -33,7 +33,7 @@ def write_report(records: list[Record], file: Path, title: str = "Lockstep repor
         file.write_text(render(sections, title, folder.name), encoding="utf-8")
         return [file, *write_data(sections, folder)]
     except OSError as error:
-        raise UserError(f"--out {file} cannot be written ({error.strerror}); choose another place") from None
+        raise UserError(f"{file} cannot be written ({error.strerror}); choose another place") from None
 
 
 def write_data(sections: list[Section], folder: Path) -> list[Path]:
@@ -68,7 +68,7 @@ def render(sections: list[Section], title: str, folder: str) -> str:
     if overlay is not None:
         body.append(f'<section><h2>Losses</h2><div class="charts">{_chart(overlay, charts)}</div></section>')
     body += [_section(number, made, charts, folder) for number, made in enumerate(sections, 1)]
-    data = json.dumps(plain(charts), separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(plain(charts), separators=(",", ":")).replace("<", "\\u003c")
     scripts = "\n".join((asset / name).read_text(encoding="utf-8") for name in ("charts.js", "timeline.js", "page.js"))
     page = (asset / "page.html").read_text(encoding="utf-8")
     parts = {

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.errors import UserError
 from lockstep.record import Record
 
 Rows = list[dict[str, Any]]
@@ -34,7 +35,10 @@ class Section:
 
 def section(record: Record) -> Section:
     made = Section(record.kind, record.title or record.kind, record)
-    FILLERS.get(record.kind, _anything)(made, record.result)
+    try:
+        FILLERS.get(record.kind, _anything)(made, record.result)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(f"the result {made.title!r} of {record.kind} is not whole ({error!r}); run it again") from None
     return made
 
 

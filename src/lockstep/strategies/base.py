@@ -51,6 +51,8 @@ class Strategy(ABC):
     """False for strategies that approximate by design (compression, local SGD)."""
     verified_in: str | None = None
     """A precision that the strategy is verified in, if it cannot be any other."""
+    traffic_is_seen = True
+    """False where an engine communicates in a way that the ledger cannot watch."""
     keep_gradients = False
     """Set by whoever wants `full_gradients` after the step, for engines that drop them."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
-from lockstep.comm.ledger import about
+from lockstep.comm.ledger import Mark, about, mark
 from lockstep.comm.observe import observed
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_of
@@ -68,6 +68,7 @@ class FSDP(Sharded):
     def _mesh(self) -> DeviceMesh:
         size, device = self.world.size, self.world.device.type
         self.copies = 1
+        self.traffic_is_seen = self.parallel.sharding not in ("NO_SHARD", "HYBRID_SHARD")  # all-reduces between copies
         if self.parallel.sharding == "NO_SHARD":
             self.copies = size
             return init_device_mesh(device, (size, 1), mesh_dim_names=("replicate", "shard"))
@@ -177,6 +178,9 @@ class Zero1Torch(DDP):
     It gives whole parameters to ranks, and each broadcasts what it has updated.
     """
 
+    _broadcasting: tuple[Mark, Mark]
+    """From when to when, in the last step."""
+
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().prepare(model, make_optimizer)
         if self.world.size > 1 and self.trainable():
@@ -184,6 +188,19 @@ class Zero1Torch(DDP):
 
             make: Any = make_optimizer
             self.optimizer = ZeroRedundancyOptimizer(self.trainable(), make, process_group=self.data_group)
+            self._time_broadcasts()
+
+    def _time_broadcasts(self) -> None:
+        """The optimizer ends its step by broadcasting what each rank has updated, in a method of its own."""
+        optimizer: Any = self.optimizer
+        broadcast = optimizer._sync_params
+
+        def timed() -> None:
+            self._broadcasting = (mark(self.world.device), mark(self.world.device))
+            broadcast()
+            self._broadcasting = (self._broadcasting[0], mark(self.world.device))
+
+        optimizer._sync_params = timed
 
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
@@ -192,6 +209,8 @@ class Zero1Torch(DDP):
         return inner
 
     def after_optimizer_step(self) -> None:
-        """The optimizer has broadcast every parameter, in a way that cannot be watched: note it afterwards."""
+        """The optimizer has broadcast every parameter, one by one: note them with the time of all."""
         for parameter in self.trainable() if self.world.size > 1 else []:
-            self.ledger.add("broadcast", "parameters", self.world.size, parameter.nbytes)
+            entry = self.ledger.add("broadcast", "parameters", self.world.size, parameter.nbytes)
+            entry.issued = entry.wait_started = self._broadcasting[0]
+            entry.wait_ended = self._broadcasting[1]

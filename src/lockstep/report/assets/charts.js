@@ -162,7 +162,11 @@ function drawLines(figure, chart, hidden = new Set()) {
 
 function scale(values, logarithmic, from, to, room) {
   // From numbers to places on the page.
-  let low = Math.min(...values), high = Math.max(...values);
+  let low = Infinity, high = -Infinity;
+  for (const value of values) {
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
   if (logarithmic) {
     const a = Math.log10(low), b = Math.log10(high) === a ? a + 1 : Math.log10(high);
     const place = (value) => from + ((Math.log10(value) - a) / (b - a)) * (to - from);

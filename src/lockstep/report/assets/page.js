@@ -33,6 +33,11 @@ const charts = JSON.parse(document.getElementById("data").textContent);
 const draw = { bars: drawBars, lines: drawLines, timeline: drawTimeline };
 document.querySelectorAll("[data-chart]").forEach((figure) => {
   const chart = charts[Number(figure.dataset.chart)];
-  draw[chart.type](figure, chart);
+  try {
+    draw[chart.type](figure, chart);
+  } catch (error) {
+    console.error(chart.title, error);
+    html("p", {}, figure, `this chart could not be drawn: ${error.message}`);
+  }
 });
 document.querySelectorAll("table.sortable").forEach(sortable);
