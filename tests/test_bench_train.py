@@ -195,7 +195,10 @@ def test_a_preset_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert [row["label"] for row in record.result["rows"]] == ["naive", "overlap", "flat", "bucketed"]
     assert record.result["rows"][0]["timelines"][1]["collectives"]
     assert record.environment["torch"]
-    assert len(list(csv.reader((tmp_path / "x.csv").open()))) == 5
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    assert [row["strategy"] for row in rows] == ["naive", "overlap", "flat", "bucketed"]
+    assert float(rows[0]["ratio"]) == 1.0
+    assert float(rows[3]["peak_mib"]) <= float(rows[0]["peak_mib"])
     assert "<svg" in (tmp_path / "x.svg").read_text()
 
 

@@ -133,7 +133,7 @@ def test_the_sound_one_beside_them_passes(verdicts: dict[str, Verdict]) -> None:
 
 
 def verify_all(world: World) -> list[Verdict]:
-    return verify(world, Request([n for n in available_strategies() if n != "single"], steps=4))
+    return verify(world, Request([n for n in available_strategies() if n != "single"], steps=3))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

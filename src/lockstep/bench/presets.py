@@ -162,13 +162,14 @@ PRESETS = {
     ),
     "overlap": Preset(
         "how much of the communication each strategy hides behind backward",
-        text(GPT_25M, 16),
+        text(GPT_25M, 8),
         by_strategy("naive", "flat", "overlap", "bucketed", "ddp"),
+        steps=12,
         reading=hidden_by,
     ),
     "accumulation": Preset(
         "how micro-batches spread the cost of communication",
-        text(GPT_25M, 4),
+        text(replace(GPT_25M, context=16), 4),
         accumulation_sweep,
         steps=8,
         reading=cost_per_sample,

@@ -22,19 +22,13 @@ import random
 import shutil
 import sys
 import threading
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 from lockstep.parallel.checkpointable import TensorPiece
@@ -123,17 +117,18 @@ class Checkpoints:
                 clean(self.folder)
 
     @staticmethod
+    def get_ready() -> None:
+        """Import now what takes long to import, before the first save would do it beside training."""
+        from lockstep.training import storage  # noqa: F401
+
+    @staticmethod
     def _attempt(action: Any) -> str | None:
         """Do it; if it fails, say why, so that all ranks can give up together."""
         try:
             action()
-        except CheckpointException as error:  # each rank's failure, with its traceback
-            cause = next(iter(error.failures.values()))[0]
         except Exception as error:  # the disk is full, a right is missing, ...: training goes on without this one
-            cause = error
-        else:
-            return None
-        return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return None
 
     def _agree(self, problem: str | None) -> str | None:
         """The first rank's problem that has one."""
@@ -150,16 +145,9 @@ class Checkpoints:
 
     def _write_files(self, state: dict[str, Any], part: Path) -> dict[str, dict[str, Any]]:
         """Write this rank's part; returns the description of the files that this rank has written."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that there is only one rank
-            writer = FileSystemWriter(part, sync_files=True)
-            dcp.save(
-                state,
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False),
-                process_group=self.group,
-                no_dist=self.group is None,
-            )
+        from lockstep.training import storage
+
+        storage.write(state, part, self.group)
         mine = [f for f in part.iterdir() if f.name.startswith(f"__{self.world.rank}_")]
         return manifest.describe(mine + ([part / ".metadata"] if self.world.is_main else []))
 
@@ -235,14 +223,14 @@ def load_checkpoint(
     folder: Path, strategy: Strategy, world: World, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     run: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
-    reader = FileSystemReader(folder)
-    saved = set(reader.read_metadata().state_dict_metadata)
-    state = strategy.state_to_load(saved)
+    from lockstep.training import storage
+
+    state = strategy.state_to_load(storage.saved_names(folder))
     if run["ranks"] == world.size:
         state[f"rng.{world.rank}"] = random_state(world.device)
     else:
         state.pop(f"own.{world.rank}", None)
-    read_into(state, reader, group)
+    storage.read_into(state, folder, group)
     rng = state.pop(f"rng.{world.rank}", None)
     strategy.load_state_dict(state)
     if strategy.loss_scale is not None and "loss_scale" in run:
@@ -250,18 +238,6 @@ def load_checkpoint(
     if rng is not None:
         restore_random_state(rng, world.device)
     return run
-
-
-def read_into(state: dict[str, Any], reader: FileSystemReader, group: dist.ProcessGroup | None = None) -> None:
-    """Fill the tensors of `state` from a checkpoint, each with the part that it says it is."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that there is only one rank
-        planner = DefaultLoadPlanner(flatten_state_dict=False)  # names are flat already
-        try:
-            dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-        except CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            raise UserError(f"{reader.path} does not fit this model: {cause}") from None
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +248,7 @@ def snapshot(state: dict[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if isinstance(value, TensorPiece):
         return value.copied()
-    if isinstance(value, DTensor):
+    if hasattr(value, "to_local"):  # a DTensor
         return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)

@@ -5,15 +5,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 
 from lockstep.config import Config, load_config
 from lockstep.data import DataSet, build_data
 from lockstep.errors import UserError
 from lockstep.models.lora import merge_lora
 from lockstep.training import manifest
-from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, read_into
+from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints
 from lockstep.training.prepare import load_weights, prepared_model
+from lockstep.training.storage import read_into, saved_names
 from lockstep.world import World
 
 
@@ -51,15 +51,14 @@ def load_model(source: Path) -> tuple[nn.Module, Config, DataSet]:
 @torch.no_grad()
 def fill(model: nn.Module, checkpoint: Path, adapters_only: bool) -> None:
     """Read the weights of a checkpoint into a plain model, whoever has saved it."""
-    reader = FileSystemReader(checkpoint)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = saved_names(checkpoint)
     wanted: dict[str, Tensor] = {f"model.{n}": p.data for n, p in model.named_parameters()}
     wanted |= {f"model.{n}": b for n, b in model.named_buffers() if f"model.{n}" in saved}
     missing = [n for n in wanted if n not in saved and not adapters_only]
     if missing:
         raise UserError(f"{checkpoint} has no {missing[0]}: it is of another model than its run's config.yaml")
     state = {name: tensor for name, tensor in wanted.items() if name in saved}
-    read_into(state, reader)
+    read_into(state, checkpoint)
 
 
 def export_weights(source: Path, target: Path) -> int:

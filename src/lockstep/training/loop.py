@@ -69,6 +69,8 @@ def train(
     checkpoints = None
     if folder is not None:
         checkpoints = Checkpoints(world, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
+        if saving.every:
+            checkpoints.get_ready()
     with MetricsWriter(folder if world.is_main else None) as metrics:
         run = Run(world, config, dataset, strategy, metrics, checkpoints, quiet or not world.is_main)
         if resume is not None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from lockstep.comm.ledger import Ledger
 from lockstep.errors import UserError
 from lockstep.strategies.step import Phases
@@ -20,10 +18,13 @@ class MetricsWriter:
     """Appends records to `folder/metrics.jsonl` and TensorBoard event files. A None folder writes nothing."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder, self._file, self._board = folder, None, None
+        self._folder, self._file = folder, None
+        self._board: Any = None
         if folder is not None:
             with writing_to(folder):
                 self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+                from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0's alone
+
                 self._board = SummaryWriter(str(folder))
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
