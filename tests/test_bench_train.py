@@ -198,7 +198,7 @@ def test_a_preset_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
     assert [row["strategy"] for row in rows] == ["naive", "overlap", "flat", "bucketed"]
     assert float(rows[0]["ratio"]) == 1.0
-    assert float(rows[3]["peak_mib"]) <= float(rows[0]["peak_mib"])
+    assert float(rows[3]["peak_mib"]) <= float(rows[0]["peak_mib"]) * 1.01
     assert "<svg" in (tmp_path / "x.svg").read_text()
 
 
