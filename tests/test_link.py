@@ -94,7 +94,7 @@ def test_latency_shows_and_training_is_equal_over_it() -> None:
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     assert "1 of 1 passed" in out
-    process = lockstep("bench", "comm", "--link", "1gbit,20ms", "--nproc", "2", "--collectives", "pairs")
+    process = lockstep("bench", "comm", "--link", "1gbit,20ms", "--nproc", "2", "--collectives", "pairs", "-n", "5")
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     latency = float(re.findall(r"^ 0\s+-\s+(\d+)", out, re.MULTILINE)[0])
