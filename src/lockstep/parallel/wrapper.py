@@ -1,5 +1,6 @@
 """What the wrappers have in common that make gradients the mean over the ranks, and how all ranks start alike."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from lockstep.comm.collectives import Group, all_gather_objects, all_reduce_asyn
 from lockstep.errors import UserError
 
 
-class GradientWrapper(nn.Module):
+class GradientWrapper(nn.Module, ABC):
     """Call it like the module, and `finish_gradient_synchronization()` between backward and the optimizer's step."""
 
     def __init__(self, module: nn.Module, group: Group) -> None:
@@ -28,9 +29,9 @@ class GradientWrapper(nn.Module):
         if self._synchronizing and self.training and torch.is_grad_enabled():
             broadcast_buffers(self.module, self.group)
 
+    @abstractmethod
     def finish_gradient_synchronization(self) -> None:
         """Make every `p.grad` the mean over the ranks. Every rank must call it, once per step."""
-        raise NotImplementedError
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
