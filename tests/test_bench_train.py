@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from lockstep.bench import presets
 from lockstep.bench.network import predicted_exposed_ms, predicted_share
-from lockstep.bench.presets import NAIVE_DDP_COLUMNS, PRESETS, with_size_that_fits
+from lockstep.bench.presets import PRESETS, with_known_names, with_size_that_fits
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup, points, sentences
 from lockstep.bench.statistics import estimate
 from lockstep.bench.timing import Timing, as_rows, over_cycles
 from lockstep.bench.train import Case, bench_cases
 from lockstep.cli import main
-from lockstep.cli.train_tables import verdicts, write_csv
+from lockstep.cli.tables import write_rows
+from lockstep.cli.train_tables import verdicts
 from lockstep.comm.ledger import Traffic
 from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges
 from lockstep.launch import Launch
@@ -139,7 +140,8 @@ def test_the_largest_that_fits_is_taken(gib: int, size: str, monkeypatch: pytest
 
 def test_the_csv_of_naive_ddp_begins_as_others_know_it(tmp_path: Path) -> None:
     one = timing("naive", [0.1] * 3, details={"model_size": "small", "d_model": 768, "num_layers": 12})
-    write_csv(as_rows([one], []), tmp_path / "x.csv", NAIVE_DDP_COLUMNS)
+    rows = with_known_names(as_rows([one], []), PRESETS["naive-ddp"].columns)
+    write_rows(rows, tmp_path / "x.csv")
     row = next(csv.DictReader((tmp_path / "x.csv").open()))
     columns = ["model_size", "d_model", "num_layers", "total_time_ms", "compute_time_ms", "comm_time_ms"]
     assert list(row)[:8] == [*columns, "comm_fraction", "num_comm_ops"]

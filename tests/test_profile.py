@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from lockstep.cli import main
 from lockstep.config import Config, Parallel, Train
+from lockstep.intervals import covered
 from lockstep.profile.diagnosis import DATA, STEP, diagnose, words
-from lockstep.profile.trace import RankTrace, covered, merged, self_times
+from lockstep.profile.trace import RankTrace, merged, self_times
 from lockstep.record import read_record
 
 HOOK = "autograd::engine::evaluate_function: AddBackward0"
@@ -25,9 +26,8 @@ def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -
 
 @given(spans, st.integers(0, 40), st.integers(0, 40))
 def test_covered_counts_each_moment_once(found: list[tuple[int, int]], begin: int, length: int) -> None:
-    events = [event("x", ts, dur) for ts, dur in found]
     moments = {m for ts, dur in found for m in range(ts, ts + dur) if begin <= m < begin + length}
-    assert covered(events, begin, begin + length) == len(moments)
+    assert covered([(ts, ts + dur) for ts, dur in found], begin, begin + length) == len(moments)
 
 
 def test_self_time_is_without_what_was_called() -> None:

@@ -5,19 +5,17 @@ profiler sees each tensor's allocation and release, so its count is exact and th
 """
 
 import gc
-import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
+from lockstep.bench.profiler import profiler_for, trace_of
 from lockstep.comm.shm.shared import held_bytes
+from lockstep.intervals import covered
 from lockstep.strategies import Strategy
 from lockstep.strategies.holdings import local
 
@@ -75,9 +73,8 @@ def measure_memory(device: torch.device) -> Iterator[Watch]:
         watch.memory.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
         watch.memory.held_mib = (torch.cuda.memory_allocated(device) - before) / MIB
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its start on stderr
     shared_before = held_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profiler_for(device, profile_memory=True) as profiler:
         yield watch
         shared = max(0, held_bytes() - shared_before)  # tensors in shared memory stay as long as what uses them
     peak, held = _peak_and_held(profiler)
@@ -86,10 +83,7 @@ def measure_memory(device: torch.device) -> Iterator[Watch]:
 
 def _peak_and_held(profiler: profile) -> tuple[int, int]:
     """Bytes at most since the steps began, and at the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_bytes())["traceEvents"]
+    events = trace_of(profiler)["traceEvents"]
     begin = next((e["ts"] for e in events if e.get("name") == STEPS_BEGIN), 0.0)
     changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
     held = peak = 0
@@ -100,16 +94,16 @@ def _peak_and_held(profiler: profile) -> tuple[int, int]:
     return peak, held
 
 
-def held_parts(strategy: Strategy) -> tuple[int, int, int]:
+def held_parts(strategy: Strategy) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state on this rank's device; what is shared counts once."""
     states = strategy.local_optimizer.state.values()
     state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
     seen: list[tuple[int, int]] = []
     parts = []
     for tensors in (strategy.model.parameters(), strategy.held_gradients(), state):
-        before = _covered(seen)
+        before = covered(seen)
         seen += _places(tensors, strategy.world.device)
-        parts.append(_covered(seen) - before)
+        parts.append(covered(seen) - before)
     return parts[0], parts[1], parts[2]
 
 
@@ -117,11 +111,3 @@ def _places(tensors: Iterable[Tensor], device: torch.device) -> list[tuple[int, 
     """First and last address of each."""
     here = [tensor for tensor in map(local, tensors) if tensor.device == device and tensor.numel()]
     return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in here]
-
-
-def _covered(places: list[tuple[int, int]]) -> int:
-    total = reached = 0
-    for start, end in sorted(places):
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -1,7 +1,7 @@
 """Questions that people ask of a benchmark, by name: each a config to start from, and the cases that answer it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -30,6 +30,10 @@ class Preset:
     """Its cases differ in the model: flags for it would change nothing."""
     one_by_one: bool = False
     """Not in turns: one model fills the memory."""
+    largest_that_fits: bool = False
+    """The size of its GPT, if none is asked for, is the largest that this machine's memory holds."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """What its CSV begins with, under the names that others know -> our column."""
     reading: Callable[[list[Timing]], list[str]] = lambda timings: []
     """What the numbers say to the preset's question, in sentences."""
 
@@ -81,7 +85,7 @@ def naive_ddp(config: Config) -> list[Case]:
     return [Case(name, name, config, details=details) for name in ("naive", "flat", "overlap", "bucketed", "ddp")]
 
 
-NAIVE_DDP_COLUMNS = {  # what the CSV of naive-ddp begins with -> our column
+NAIVE_DDP_COLUMNS = {
     "model_size": "model_size",
     "d_model": "d_model",
     "num_layers": "num_layers",
@@ -152,6 +156,8 @@ PRESETS = {
         naive_ddp,
         steps=5,
         one_by_one=True,
+        largest_that_fits=True,
+        columns=NAIVE_DDP_COLUMNS,
     ),
     "buckets": Preset("which bucket size is best", text(GPT_25M, 4), bucket_sweep, reading=best_bucket),
     "hooks-vs-manual": Preset(
@@ -186,6 +192,10 @@ PRESETS = {
         steps=12,
     ),
 }
+
+
+def with_known_names(rows: list[dict[str, Any]], columns: dict[str, str]) -> list[dict[str, Any]]:
+    return [{**{theirs: row[ours] for theirs, ours in columns.items()}, **row} for row in rows]
 
 
 def preset_named(name: str) -> Preset:

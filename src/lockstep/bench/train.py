@@ -15,7 +15,7 @@ from lockstep.bench.memory import Memory, measure_memory
 from lockstep.bench.timeline import timeline
 from lockstep.bench.timing import Timing, merge_ranks
 from lockstep.comm.collectives import all_gather_objects, barrier
-from lockstep.config import Config, check_ranges
+from lockstep.config import Config, Parallel, check_ranges
 from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
 from lockstep.errors import UserError
 from lockstep.launch import available_cores
@@ -51,6 +51,7 @@ def bench_cases(
 
     While a case runs that needs fewer ranks, the others sleep, and it has their cores.
     """
+    cases = [replace(case, config=with_enough_data(case.config)) for case in cases]
     for case in cases:
         check_ranges(case.config)
     peaks = Peaks()
@@ -65,6 +66,27 @@ def bench_cases(
     runners.clear()
     gc.collect()  # models and their hooks refer to each other
     return found
+
+
+def one_process(cases: list[Case]) -> list[Case]:
+    """What the speed-up refers to: each different model and batch, once, on one rank."""
+    different: list[Case] = []
+    for case in cases:
+        alone = Case("one process", "single", replace(case.config, parallel=Parallel(data="single")), ranks=1)
+        if not any(_same_config(alone, other) for other in different):
+            different.append(alone)
+    return different
+
+
+def _same_config(a: Case, b: Case) -> bool:
+    return (a.config.model, a.config.data, a.config.train) == (b.config.model, b.config.data, b.config.train)
+
+
+def with_enough_data(config: Config) -> Config:
+    """A synthetic data set costs nothing: as many samples as a batch has, at least."""
+    if config.data.name != "synthetic" or config.data.samples >= config.train.batch_size:
+        return config
+    return replace(config, data=replace(config.data, samples=config.train.batch_size))
 
 
 class Runner:
@@ -167,13 +189,18 @@ def memory_of_steps(world: World, config: Config, name: str, dataset: DataSet) -
 
 def timed_step(world: World, strategy: Strategy, batch: Batch) -> tuple[float, StepResult]:
     """Seconds from a common start to the end of the device's work, and what the step gave."""
-    if world.size > 1:
-        barrier()
-    _synchronize(world)
+    meet(world)
     start = time.perf_counter()
     result = strategy.step(batch)
     _synchronize(world)
     return time.perf_counter() - start, result
+
+
+def meet(world: World) -> None:
+    """All ranks begin together, with nothing left to do on the device."""
+    if world.size > 1:
+        barrier()
+    _synchronize(world)
 
 
 def _synchronize(world: World) -> None:

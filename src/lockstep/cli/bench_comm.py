@@ -16,8 +16,8 @@ from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.plot import plot_curves
 from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
 from lockstep.cli.arguments import LinkFlag, check_folder, over_link, parse, refuse_positional
-from lockstep.cli.comm_tables import Result, show_fit, show_pairs, show_reading, show_rows, write_csv, write_json
-from lockstep.cli.tables import console
+from lockstep.cli.comm_tables import Result, figures, show_fit, show_pairs, show_reading, show_rows, write_json
+from lockstep.cli.tables import console, write_rows
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.wire import Wire
 from lockstep.errors import UserError
@@ -199,7 +199,7 @@ def _show(result: Result, arguments: BenchCommArguments, sweep: Sweep) -> None:
     if result.rows:
         show_reading(screen, result)
     if arguments.csv is not None:
-        write_csv(result.rows, Path(arguments.csv))
+        write_rows([figures(row) for row in result.rows], Path(arguments.csv))
     if arguments.json is not None:
         write_json(result, Path(arguments.json))
     if arguments.plot is not None and result.rows:

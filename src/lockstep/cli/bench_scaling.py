@@ -9,9 +9,8 @@ from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
 from lockstep.bench.timing import Timing
 from lockstep.cli.arguments import RunArguments, check_folder, config_from, parse, sections
-from lockstep.cli.bench_train import time_cases, with_enough_data
-from lockstep.cli.tables import console, new_table
-from lockstep.cli.train_tables import write_rows
+from lockstep.cli.bench_train import time_cases
+from lockstep.cli.tables import console, new_table, write_rows
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch import available_cores, run_on_ranks
@@ -68,7 +67,6 @@ def main(argv: list[str]) -> int:
     if not 1 <= threads <= cores:
         raise UserError(f"--threads {threads}: this machine has {cores} cores")
     cases = scaling_cases(config, arguments.modes, sizes, threads)
-    cases = [replace(case, config=with_enough_data(case.config)) for case in cases]
     ranks = run_on_ranks(
         time_cases, cases, arguments.steps, arguments.warmup, launch=arguments.launch, default_nproc=sizes[-1]
     )

@@ -9,9 +9,9 @@ from typing import Any
 from rich.progress import Progress
 
 from lockstep.bench.plot import plot_timings
-from lockstep.bench.presets import NAIVE_DDP_COLUMNS, PRESETS, Preset, preset_named, with_size_that_fits
+from lockstep.bench.presets import Preset, preset_named, with_known_names, with_size_that_fits
 from lockstep.bench.timing import Timing, as_rows
-from lockstep.bench.train import Case, bench_cases
+from lockstep.bench.train import Case, bench_cases, one_process
 from lockstep.cli.arguments import (
     LinkFlag,
     RunArguments,
@@ -23,9 +23,9 @@ from lockstep.cli.arguments import (
     parse,
     sections,
 )
-from lockstep.cli.tables import console
-from lockstep.cli.train_tables import print_network_shares, print_timings, verdicts, write_csv
-from lockstep.config import Config, Parallel
+from lockstep.cli.tables import console, write_rows
+from lockstep.cli.train_tables import print_network_shares, print_timings, verdicts
+from lockstep.config import Config
 from lockstep.errors import RankError, UserError
 from lockstep.launch import run_on_ranks
 from lockstep.link import DEFAULT_RANKS, OVER_LINK, without_flag
@@ -89,9 +89,8 @@ def main(argv: list[str]) -> int:
         names = known_names(arguments.strategies)
         cases = [Case(name, name, config, ranks=1 if name == "single" else None) for name in names]
     else:
-        config = settled(arguments, config, argv)
+        config = settled(arguments, preset, config, argv)
         cases = preset.cases(config)
-    cases = [replace(case, config=with_enough_data(case.config)) for case in cases]
     if arguments.link is not None:
         check_link(arguments.link, arguments.launch)
     baselines = one_process(cases) if arguments.baseline else []
@@ -119,17 +118,10 @@ def check_preset(preset: Preset, config: Config, argv: list[str]) -> None:
         raise UserError(f"this preset is about the model {preset.config.model.name}, not {config.model.name}")
 
 
-def with_enough_data(config: Config) -> Config:
-    """A synthetic data set costs nothing: as many samples as a batch has, at least."""
-    if config.data.name != "synthetic" or config.data.samples >= config.train.batch_size:
-        return config
-    return replace(config, data=replace(config.data, samples=config.train.batch_size))
-
-
-def settled(arguments: BenchTrainArguments, config: Config, argv: list[str]) -> Config:
+def settled(arguments: BenchTrainArguments, preset: Preset, config: Config, argv: list[str]) -> Config:
     """With what only this machine can tell: which GPT fits, if none was asked for."""
     asked = any(word.startswith(("--model.size", "--model.d", "--model.layers")) for word in argv)
-    if arguments.preset != "naive-ddp" or asked or config.model != PRESETS["naive-ddp"].config.model:
+    if not preset.largest_that_fits or asked or config.model != preset.config.model:
         return config
     default = 2 if arguments.link is None else DEFAULT_RANKS
     given = int(os.environ.get("WORLD_SIZE", "0")) or arguments.launch.nproc or default
@@ -137,20 +129,6 @@ def settled(arguments: BenchTrainArguments, config: Config, argv: list[str]) -> 
     if os.environ.get("RANK", "0") == "0":
         console().print(why)
     return config
-
-
-def one_process(cases: list[Case]) -> list[Case]:
-    """What the speed-up refers to: each different model and batch, once, on one rank."""
-    different: list[Case] = []
-    for case in cases:
-        alone = Case("one process", "single", replace(case.config, parallel=Parallel(data="single")), ranks=1)
-        if not any(_same_work(alone, other) for other in different):
-            different.append(alone)
-    return different
-
-
-def _same_work(a: Case, b: Case) -> bool:
-    return (a.config.model, a.config.data, a.config.train) == (b.config.model, b.config.data, b.config.train)
 
 
 def show(
@@ -176,7 +154,8 @@ def write(
     reading: list[str],
 ) -> None:
     if arguments.csv is not None:
-        write_csv(rows, Path(arguments.csv), NAIVE_DDP_COLUMNS if arguments.preset == "naive-ddp" else {})
+        columns = preset_named(arguments.preset).columns if arguments.preset is not None else {}
+        write_rows(with_known_names(rows, columns), Path(arguments.csv))
     if arguments.plot is not None:
         plot_timings(timings, Path(arguments.plot))
     if arguments.json is not None:

@@ -1,6 +1,5 @@
 """What `lockstep bench comm` shows and writes."""
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ CSV_COLUMNS = (
 )
 
 
-def _figures(row: Row) -> dict[str, Any]:
+def figures(row: Row) -> dict[str, Any]:
     values = (
         *(row.collective, row.candidate.backend, row.candidate.algorithm, row.ranks),
         *(row.nbytes, row.count, row.dtype, row.op),
@@ -149,16 +148,9 @@ def _figures(row: Row) -> dict[str, Any]:
     return dict(zip(CSV_COLUMNS, values, strict=True))
 
 
-def write_csv(rows: list[Row], file: Path) -> None:
-    with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, CSV_COLUMNS)
-        writer.writeheader()
-        writer.writerows(_figures(row) for row in rows)
-
-
 def write_json(result: Result, file: Path) -> None:
     """The rows as in the CSV, with the seconds of every iteration of every rank; and the pairs."""
-    rows = [{**_figures(row), "seconds_by_rank": row.seconds} for row in result.rows]
+    rows = [{**figures(row), "seconds_by_rank": row.seconds} for row in result.rows]
     pairs = None
     if result.pairs is not None:
         pairs = {"latency_s": result.pairs.latency, "bandwidth_bytes_per_s": result.pairs.bandwidth}

@@ -1,4 +1,9 @@
-"""One look for all tables: aligned, narrow enough for 80 columns, units in the heading."""
+"""One look for all tables: aligned, narrow enough for 80 columns, units in the heading; and one form of CSV."""
+
+import csv
+from math import isnan
+from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -24,3 +29,19 @@ def console() -> Console:
     """A terminal's own width; 120 columns where the output goes to a file or a pipe."""
     found = Console()
     return found if found.is_terminal else Console(width=120)
+
+
+def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
+    """CSV with the columns of all rows."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerow(columns)
+        for row in rows:
+            writer.writerow(_cell(row.get(name)) for name in columns)
+
+
+def _cell(value: Any) -> Any:
+    if value is None or (isinstance(value, float) and isnan(value)):
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value

@@ -1,8 +1,6 @@
 """What `lockstep bench train` shows and writes: time, communication, memory, and what can be said of them."""
 
-import csv
 from math import isnan, nan
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -160,25 +158,3 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
     if baselines:
         lines.append("one process: the whole batch on one rank, with the cores of all.")
     return lines
-
-
-def write_csv(rows: list[dict[str, Any]], file: Path, renamed: dict[str, str]) -> None:
-    """One line per case; `renamed`: columns to begin with, under the names that others know -> ours."""
-    known = [{**{theirs: row.get(ours) for theirs, ours in renamed.items()}, **row} for row in rows]
-    write_rows(known, file)
-
-
-def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
-    """CSV with the columns of all rows."""
-    columns = dict.fromkeys(name for row in rows for name in row)
-    with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.writer(out)
-        writer.writerow(columns)
-        for row in rows:
-            writer.writerow(_cell(row.get(name)) for name in columns)
-
-
-def _cell(value: Any) -> Any:
-    if value is None or (isinstance(value, float) and isnan(value)):
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else value

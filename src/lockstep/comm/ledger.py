@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lockstep.intervals import covered
+
 Mark = float | torch.cuda.Event
 """A moment: seconds of the host's clock, or an event on a CUDA stream."""
 
@@ -150,15 +152,10 @@ class Ledger:
     ) -> float:
         started = self.started
         assert started is not None, "open() begins a step"
-        first, last = (seconds_between(started, m) for m in within) if within else (float("-inf"), float("inf"))
-        spans = sorted(
+        spans = [
             (seconds_between(started, a), seconds_between(started, b)) for a, b in intervals if a is not None and b
-        )
-        total, reached = 0.0, first
-        for start, end in spans:
-            total += max(0.0, min(end, last) - max(start, reached))
-            reached = max(reached, end)
-        return total
+        ]
+        return covered(spans, *(seconds_between(started, moment) for moment in within or ()))
 
 
 _active: Ledger | None = None

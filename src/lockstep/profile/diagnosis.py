@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config import Config
-from lockstep.profile.trace import Event, covered, self_times
+from lockstep.intervals import covered
+from lockstep.profile.trace import Event, self_times
 
 MATRIX = ("mm", "matmul", "linear", "conv", "attention", "flash", "gemm", "cutlass", "einsum", "xmma")
 """Parts of the names of operations and kernels whose cost is arithmetic; of others it is moving memory."""
@@ -49,7 +50,11 @@ def diagnose(events: list[Event], exposed_ms: float, on_gpu: bool) -> Diagnosis:
     work = sum(times.values()) or 1.0
     matrix = sum(t for name, t in times.items() if any(part in name.lower() for part in MATRIX)) / work
     # Kernels of several streams overlap; operations of the one thread that we look at on a CPU do not.
-    busy = sum(covered(ops, a, b) for a, b in spans) if on_gpu else sum(times.values())
+    busy = (
+        sum(covered(((e["ts"], e["ts"] + e["dur"]) for e in ops), a, b) for a, b in spans)
+        if on_gpu
+        else sum(times.values())
+    )
     network = min(1e3 * exposed_ms * len(steps), total)
     busy = max(0.0, min(busy, total - network))
     computing, moving = busy * matrix, busy * (1 - matrix)

@@ -1,7 +1,6 @@
 """Some steps under torch.profiler on every rank, put together."""
 
 import os
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +8,12 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
+from lockstep.bench.profiler import profiler_for, trace_of
 from lockstep.bench.timeline import timeline
-from lockstep.bench.train import full_batches
-from lockstep.comm.collectives import all_gather_objects, barrier
+from lockstep.bench.train import full_batches, meet
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, check_ranges
 from lockstep.data import read_share
 from lockstep.errors import UserError
@@ -49,8 +49,6 @@ def profile_steps(
     dataset = load_data(world, config)
     strategy = prepare_strategy(world, config, dataset)
     batches = full_batches(config, dataset)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its start on stderr
     exposed, ledger_events = [], []
     last: dict[str, Any] = {}
     if snapshot is not None and world.is_main:
@@ -58,12 +56,12 @@ def profile_steps(
     with named_blocks(strategy.model) as regions:
         for index in range(warmup):
             strategy.step(read_share(dataset.train, batches[index % len(batches)], strategy.batch_share()))
-        synchronize(world)
-        with profile(activities=activities) as profiler:
+        meet(world)
+        with profiler_for(world.device) as profiler:
             for index in range(steps):
                 with record_function(DATA):
                     batch = read_share(dataset.train, batches[index % len(batches)], strategy.batch_share())
-                synchronize(world)
+                meet(world)
                 began = time.time() * 1e6
                 with record_function(STEP):
                     strategy.step(batch)
@@ -76,7 +74,7 @@ def profile_steps(
     if snapshot is not None and world.is_main:
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None)
-    trace = own_trace(world, profiler)
+    trace = RankTrace.of(world.rank, trace_of(profiler))
     found = diagnose(trace.events, mean(exposed), on_gpu)
     pid = trace.events[0]["pid"]
     trace.events += [{**e, "pid": pid, "ts": e["ts"] - trace.base_us} for e in ledger_events]
@@ -89,20 +87,6 @@ def profile_steps(
     return Profile(all_gather_objects(found), all_gather_objects(last), strategy.parameters, len(whole["traceEvents"]))
 
 
-def own_trace(world: World, profiler: profile) -> RankTrace:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        return RankTrace.read(world.rank, file)
-
-
 def one_machine() -> bool:
     """Ranks of one machine read one clock."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-
-
-def synchronize(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    if world.size > 1:
-        barrier()

@@ -26,10 +26,9 @@ class RankTrace:
     events: list[Event] = field(default_factory=list)
 
     @classmethod
-    def read(cls, rank: int, file: Path) -> "RankTrace":
-        loaded = json.loads(file.read_bytes())
-        events = [e for e in loaded["traceEvents"] if e.get("ph") == "X" and e.get("cat") in DRAWN]
-        return cls(rank, float(loaded.get("baseTimeNanoseconds", 0)) / 1e3, events)
+    def of(cls, rank: int, trace: dict[str, Any]) -> "RankTrace":
+        events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in DRAWN]
+        return cls(rank, float(trace.get("baseTimeNanoseconds", 0)) / 1e3, events)
 
 
 def clock_offset_us(rounds: int = 21) -> float:
@@ -112,12 +111,3 @@ def self_times(events: list[Event]) -> dict[str, float]:
             totals[open_[-1]["name"]] -= event["dur"]
         open_.append(event)
     return totals
-
-
-def covered(events: list[Event], begin: float, end: float) -> float:
-    """Microseconds between `begin` and `end` in which some of the events ran."""
-    total, reached = 0.0, begin
-    for start, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
-        total += max(0.0, min(stop, end) - max(start, reached))
-        reached = max(reached, min(stop, end))
-    return total
