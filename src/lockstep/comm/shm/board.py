@@ -137,9 +137,14 @@ def _read_title(title: int) -> str:
 
 def _semaphores(memory: Tensor, size: int) -> tuple[list[list[int]], list[list[int]]]:
     """Addresses, by who posts and who waits: of those that say `shown`, and of those that say `let go`."""
-    numbers = torch.arange(2 * size * size).view(2, size, size)
-    shown, let_go = (numbers * semaphore.SIZE + memory.data_ptr()).tolist()
-    return shown, let_go
+    first, ranks = memory.data_ptr(), range(size)
+
+    def table(kind: int) -> list[list[int]]:
+        return [
+            [first + ((kind * size + poster) * size + waiter) * semaphore.SIZE for waiter in ranks] for poster in ranks
+        ]
+
+    return table(0), table(1)
 
 
 def prepare_board(segment: Segment, size: int) -> None:
