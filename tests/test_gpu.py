@@ -1,5 +1,7 @@
 """On a GPU: one is enough, its ranks share it over real NCCL."""
 
+import gzip
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.pairs import bench_pairs
@@ -16,9 +19,12 @@ from lockstep.comm.by_hand import all_reduce_over
 from lockstep.comm.collectives import all_reduce_async
 from lockstep.comm.wire import Wire
 from lockstep.config import GPT, Config, Data, Train, load_config
+from lockstep.data import build_data, read_share
 from lockstep.launch import Launch, run_on_ranks
+from lockstep.profile import profile_steps
 from lockstep.strategies import available_strategies, strategy_named
 from lockstep.training.loop import train
+from lockstep.training.prepare import prepare_strategy
 from lockstep.verify import Request, verify
 from lockstep.world import World
 
@@ -58,9 +64,106 @@ def test_a_gpt_learns_in_mixed_precision(precision: str) -> None:
 
 
 def test_compile_on_a_gpu() -> None:
-    config = load_config("configs/digits_cnn.yaml")
-    config.train.compile, config.train.steps = True, 30
-    assert on_gpu(train, 1, config, None, True)[0].losses[-1] < 2.3
+    config = short_gpt("bucketed", "none", "bf16")
+    config.model.vocabulary = 1024  # type: ignore[union-attr]  # enough for our own cross entropy
+    plain = on_gpu(train, 1, config, None, True)[0].losses
+    config.train.compile, config.train.compile_mode = "blocks", "tuned"
+    assert on_gpu(train, 1, config, None, True)[0].losses == pytest.approx(plain, abs=0.02)
+
+
+def check_cross_entropy(world: World) -> None:
+    from lockstep.models.fused_cross_entropy import fused_cross_entropy
+
+    torch.manual_seed(0)
+    for dtype, rows, width in ((torch.bfloat16, 33, 50257), (torch.float32, 7, 4096), (torch.float16, 64, 50304)):
+        logits = (3 * torch.randn(rows, width, device=world.device)).to(dtype).requires_grad_()
+        targets = torch.randint(width, (rows,), device=world.device)
+        targets[:9:2] = logits[:9:2].argmax(-1)
+        targets[3] = -100
+        loss, correct = fused_cross_entropy(logits, targets, -100)
+        (mine,) = torch.autograd.grad(loss * 0.3, logits)
+        expected = F.cross_entropy(logits.float(), targets, reduction="sum")
+        (theirs,) = torch.autograd.grad(expected * 0.3, logits)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        assert int(correct) == int((logits.argmax(-1) == targets).sum())
+        torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
+
+
+def test_cross_entropy_by_hand() -> None:
+    on_gpu(check_cross_entropy, 1)
+
+
+def check_no_wait(world: World) -> None:
+    """After some steps, one more under a watch that fails at anything that makes the host wait for the device."""
+    for name in ("single", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"):
+        config = short_gpt(name, "none", "bf16")
+        dataset = build_data(config, world.device)
+        strategy = prepare_strategy(world, config, dataset)
+        share = strategy.batch_share()
+        for step in range(4):
+            torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
+            result = strategy.step(read_share(dataset.train, torch.arange(8), share))
+            torch.cuda.set_sync_debug_mode("default")
+        assert result.loss == result.loss, name
+        assert not result.skipped
+
+
+def test_a_step_does_not_make_the_host_wait() -> None:
+    on_gpu(check_no_wait, 2)
+
+
+def check_nan(world: World) -> None:
+    for name in ("bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"):
+        config = short_gpt(name, "none")
+        dataset = build_data(config, world.device)
+        strategy = prepare_strategy(world, config, dataset)
+        batch = read_share(dataset.train, torch.arange(8), strategy.batch_share())
+        strategy.step(batch)
+        before = strategy.full_state_dict()
+        if world.rank == 1:
+            with torch.no_grad():
+                strategy.local_optimizer.param_groups[0]["params"][0].view(-1)[0] = float("nan")
+        assert strategy.step(batch).skipped, name
+        now = strategy.full_state_dict()
+        assert sum(int((now[n] != before[n]).sum()) for n in now) <= 1, name
+
+
+def test_a_nan_on_one_rank_stops_all() -> None:
+    on_gpu(check_nan, 2)
+
+
+def total_communication(world: World) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name in ("naive", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp", "bucketed+ring"):
+        config = short_gpt(name, "none")
+        dataset = build_data(config, world.device)
+        strategy = prepare_strategy(world, config, dataset)
+        for _ in range(3):
+            strategy.step(read_share(dataset.train, torch.arange(8), strategy.batch_share()))
+        torch.cuda.synchronize()
+        total = strategy.ledger.busy_seconds()
+        assert total is not None, name
+        found[name] = (total, strategy.ledger.exposed_seconds())
+    return found
+
+
+def test_the_ends_of_collectives_are_seen() -> None:
+    for name, (total, exposed) in on_gpu(total_communication, 2)[0].items():
+        assert 0 < exposed < 1.5 * total, name
+
+
+def profiled(world: World, folder: Path) -> None:
+    profile_steps(world, short_gpt("bucketed", "none"), 2, 2, folder / "trace.json.gz", folder / "memory.pickle")
+
+
+def test_a_profile_shows_kernels_and_memory(tmp_path: Path) -> None:
+    on_gpu(profiled, 2, tmp_path)
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    for rank in (0, 1):
+        names = {e["name"] for e in events if e["pid"] == rank}
+        assert any("nccl" in name.lower() for name in names)
+        assert any(name.startswith("all-reduce of bucket 0") for name in names)
+    assert (tmp_path / "memory.pickle").stat().st_size > 0
 
 
 def every_algorithm(world: World) -> None:

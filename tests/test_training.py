@@ -96,20 +96,27 @@ def resumes_alike(world: World, name: str) -> float:
 def nan_on_one_rank(world: World) -> dict[str, Any]:
     """A NaN in rank 1's inputs: nobody steps, the rank is named, and training goes on after it."""
     found: dict[str, Any] = {}
-    for name in ("single", "bucketed", "ddp", "local_sgd", "bucketed+topk"):
-        config = replace(short(precision="fp64"), parallel=strategy_named(name))
+    usual = [(name, "sgd") for name in ("single", "bucketed", "ddp", "local_sgd", "bucketed+topk")]
+    fused = ("single", "bucketed", "bucketed+topk", "local_sgd", "ddp", "zero1", "zero2", "zero3", "fsdp")
+    for name, optimizer in [*usual, *((name, "fused adamw") for name in (*fused, "zero1_torch"))]:
+        settings = short(precision="fp64", optimizer=optimizer.split()[-1], lr=0.01, clip_norm=1.0)
+        config = replace(settings, parallel=strategy_named(name))
         dataset = build_data(config)
-        strategy = prepare_strategy(world, config, dataset)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lockstep.training.optimizer.should_fuse", lambda _, o=optimizer: o.startswith("fused"))
+            strategy = prepare_strategy(world, config, dataset)
         good = dataset.train.batch(torch.arange(world.rank, 40, world.size))
         inputs = good.inputs.clone()
         if world.rank == 1:
             inputs[0, 0, 0, 0] = float("nan")
         before = strategy.full_state_dict()
         result = strategy.step(Batch(inputs, good.targets))
+        assert (result.stepped is None) == (optimizer == "fused adamw" and name not in ("local_sgd", "bucketed+topk"))
         where = locate_nonfinite(strategy, Batch(inputs, good.targets))
         kept = all(torch.equal(t, before[n]) for n, t in strategy.full_state_dict().items())
         after = strategy.step(good)
-        found[name] = (result.skipped, kept, where, after.skipped, after.loss == after.loss)
+        moved = any(not torch.equal(t, before[n]) for n, t in strategy.full_state_dict().items())
+        found[f"{name} {optimizer}"] = (result.skipped, kept, where, after.skipped, moved and after.loss == after.loss)
     return found
 
 
@@ -179,10 +186,11 @@ def test_a_loaded_state_goes_on_as_if_never_stopped(runs: list[dict[str, Any]]) 
 def test_a_nan_is_skipped_by_all_and_traced_to_its_rank(runs: list[dict[str, Any]]) -> None:
     for rank in runs:
         for name, (skipped, kept, where, skipped_after, finite_after) in rank["nan"].items():
-            if name == "single" and rank is runs[0]:
+            if name.startswith("single") and rank is runs[0]:
                 continue  # rank 0 by itself has no NaN
             assert (skipped, kept, skipped_after, finite_after) == (True, True, False, True), name
-            assert where.startswith("rank 1: its inputs and "), (name, where)
+            shown = "rank 1: its inputs" if name.startswith("fsdp") else "rank 1: its inputs and "
+            assert where.startswith(shown), (name, where)
 
 
 def test_fp16_finds_its_loss_scale(runs: list[dict[str, Any]]) -> None:
@@ -236,10 +244,27 @@ def test_schedules() -> None:
 
 
 def test_compile_trains_alike() -> None:
-    config = short(steps=3)
+    model = GPT(d_model=16, layers=2, heads=2, context=16)
+    settings = Train(batch_size=8, steps=3, log_every=1, optimizer="adamw", lr=1e-3)
+    config = Config(model, Data(name="text", max_bytes=20_000), settings)
     plain = train(World(), config, quiet=True).losses
-    compiled = train(World(), replace(config, train=replace(config.train, compile=True)), quiet=True).losses
-    assert compiled == pytest.approx(plain, rel=1e-4)
+    for what in ("blocks", "model"):
+        torch._dynamo.reset()
+        compiled = train(World(), replace(config, train=replace(settings, compile=what)), quiet=True).losses
+        assert compiled == pytest.approx(plain, rel=1e-4)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        torch._dynamo.utils.counters.clear()
+
+
+def test_looking_a_step_later_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the host issues a step before it looks at the one before."""
+    at_once = train(World(), short(), quiet=True)
+    monkeypatch.setattr("lockstep.training.loop.steps_ahead", lambda _: 1)
+    later = train(World(), short(), quiet=True)
+    assert (later.losses, later.steps) == (at_once.losses, at_once.steps)
+    config = short(lr=float("inf"), steps=None, epochs=3, schedule="constant")
+    with pytest.raises(UserError, match=r"10 steps in a row, up to step 11 "):
+        train(World(), config, tmp_path, quiet=True)
 
 
 def test_a_disk_that_fills_up_costs_the_records_and_not_the_run(

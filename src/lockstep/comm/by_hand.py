@@ -54,15 +54,15 @@ def all_reduce_by_hand(
     return _lanes[wire.group].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor])
 
 
-class _StreamWork(dist.Work):
-    """Done when the stream that it was put on is; waiting makes the current stream wait, not the host."""
+class StreamWork(dist.Work):
+    """Done when what was put on a stream up to now is; waiting makes the current stream wait, not the host."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__()
-        self.stream = stream
+        self.ended = stream.record_event(torch.cuda.Event(enable_timing=True))
 
     def wait(self, timeout: Any = None) -> bool:
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream().wait_event(self.ended)
         return True
 
 
@@ -75,4 +75,4 @@ def _on_a_stream(wire: Wire, tensor: Tensor, algorithm: str, op: Any) -> dist.Wo
     with torch.cuda.stream(stream):
         all_reduce_over(wire, tensor, algorithm, op)
     tensor.record_stream(stream)
-    return _StreamWork(stream)
+    return StreamWork(stream)

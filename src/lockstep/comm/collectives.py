@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.by_hand import all_reduce_by_hand
+from lockstep.comm.by_hand import StreamWork, all_reduce_by_hand
+from lockstep.comm.lane import LaneWork
 from lockstep.comm.ledger import Entry, active_ledger, mark
 from lockstep.errors import UserError
 
@@ -51,8 +52,8 @@ class Pending:
     def __init__(self, work: dist.Work | None, entry: Entry | None = None, device: torch.device | None = None) -> None:
         self._work, self._entry, self._device = work, entry, device or torch.device("cpu")
         self._afterwards: Callable[[], object] | None = None
-        if work is not None and entry is not None and self._device.type == "cpu":
-            note_end(work, entry)
+        if work is not None and entry is not None:
+            note_end(work, entry, self._device)
 
     def then(self, afterwards: Callable[[], object]) -> "Pending":
         """Do this when it has been waited for."""
@@ -72,11 +73,20 @@ class Pending:
             self._afterwards = None
 
 
-def note_end(work: dist.Work, entry: Entry) -> None:
-    """Have the transport's own thread write down when a CPU collective was done."""
+def note_end(work: dist.Work, entry: Entry, device: torch.device) -> None:
+    """Have it written down when a collective is done: on the CPU by the transport's own thread, at that moment.
+
+    NCCL's future runs its callbacks at once, on a stream of their own that waits for the collective: there an event
+    tells when it was done.
+    """
+    if isinstance(work, StreamWork):
+        entry.ended = work.ended
+        return
+    if device.type == "cuda" and isinstance(work, LaneWork):
+        return  # moved by the host, whose clock the device does not know
 
     def done(_: Any) -> None:
-        entry.ended = mark(torch.device("cpu"))
+        entry.ended = mark(device)
 
     try:
         future = work.get_future()

@@ -141,9 +141,9 @@ class Ledger:
         return self._union(((e.wait_started, e.wait_ended) for e in self.of(*(purposes or STEP_PURPOSES))), within)
 
     def busy_seconds(self) -> float | None:
-        """Time in which some communication was on its way. None: its ends are not seen here (on a GPU)."""
+        """Time in which some communication was on its way. None: the ends of some are not seen."""
         entries = self.of(*STEP_PURPOSES)
-        if self.device.type == "cuda":
+        if any(entry.over is None for entry in entries):
             return None
         return self._union((e.issued, e.over) for e in entries)
 

@@ -2,7 +2,8 @@
 
     ObservedGroup   PyTorch's DDP takes any process group, also one written in Python. This one hands every call to the
                     real group and returns the real group's work
-    observed        around a collective that an engine lets us issue for it (FSDP2)
+    observed        around a collective that an engine lets us issue for it (FSDP2), done when the call returns: for the
+                    host, or on a GPU for the engine's stream
     note_calls      on an object of which an engine calls methods that communicate (DeepSpeed)
 
 The engine runs its own code at its own speed; only the ledger knows.
@@ -35,8 +36,7 @@ class ObservedGroup(dist.ProcessGroup):
             if purpose == "gradients":
                 entry.subject = f"bucket {len(self._open)}"
                 self._open.append(entry)
-            if tensors[0].device.type == "cpu":
-                note_end(work, entry)
+            note_end(work, entry, tensors[0].device)
         return work
 
     def waits_until_now(self, device: torch.device) -> None:
@@ -79,8 +79,10 @@ def observed(operation: str, purpose: str, tensor: torch.Tensor, group: dist.Pro
     ledger = active_ledger()
     entry = ledger.add(operation, purpose, group.size(), tensor.nbytes) if ledger is not None else None
     yield
-    if entry is not None and tensor.device.type == "cpu":
-        entry.wait_started, entry.wait_ended = entry.issued, mark(tensor.device)
+    if entry is not None:
+        entry.ended = mark(tensor.device)
+        if tensor.device.type == "cpu":
+            entry.wait_started, entry.wait_ended = entry.issued, entry.ended
 
 
 Watched = dict[str, tuple[str, str, int]]
@@ -109,8 +111,8 @@ def _noting(call: Any, operation: str, purpose: str, position: int) -> Any:
             if size > 1:
                 entry = ledger.add(operation, "norm" if small else purpose, size, tensor.nbytes)
                 work = call(*args, **kwargs)
-                if tensor.device.type == "cpu" and work is not None:
-                    note_end(work, entry)
+                if work is not None:
+                    note_end(work, entry, tensor.device)
                 elif tensor.device.type == "cpu":
                     entry.wait_started, entry.wait_ended = entry.issued, mark(tensor.device)
                 return work

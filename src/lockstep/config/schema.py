@@ -67,6 +67,10 @@ class GPT:
     tied: bool = True
     """The output head shares the token embedding's weight."""
     dropout: float = 0.0
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """The kernel of the attention; auto: PyTorch's choice. cudnn and efficient are for GPUs."""
+    residual: Literal["fp32", "compute"] = "fp32"
+    """Under bf16 or fp16, what the blocks' outputs are added up in: fp32, or the precision that they compute in."""
 
 
 Model = MLP | CNN | ResNet | GPT
@@ -124,8 +128,11 @@ class Train:
     """Clip gradients to this global norm."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    compile: Literal["none", "blocks", "model"] = "none"
+    """torch.compile of the loss and of each block by itself (compiled once for all of them; gradients still leave block
+    by block), or of the whole model as one (for one rank; zero3 and fsdp take blocks in any case)."""
+    compile_mode: Literal["default", "tuned"] = "default"
+    """tuned tries several forms of each fused kernel before the first step."""
     recompute: Literal["none", "full", "every", "attention"] = "none"
     """Activation checkpointing: every block, each `recompute_every`-th block, or attention only."""
     recompute_every: int = 2

@@ -56,6 +56,8 @@ class Batch:
         """Move to `device`; floating-point tensors also to `dtype`."""
 
         def move(t: Tensor) -> Tensor:
+            if device.type == "cuda" and not t.is_cuda:
+                t = t.pin_memory()  # else the host would wait until the copy is done
             return t.to(device, dtype if t.is_floating_point() else None, non_blocking=True)
 
         return Batch(move(self.inputs), move(self.targets), self.filler)
@@ -69,13 +71,16 @@ class Batch:
         """Exactly `count` micro-batches on every rank, so that all ranks issue the same collectives."""
         return [self.share(Share(i, count)) for i in range(count)]
 
-    def target_count(self) -> int:
-        """How many targets the mean loss is taken over: samples, or tokens that are not padding."""
+    def target_count(self) -> int | Tensor:
+        """How many targets the mean loss is taken over: samples, or tokens that are not padding.
+
+        Tokens are counted where they are, and the count stays there: reading it would make the host wait for a GPU.
+        """
         if self.filler:
             return 0
         if self.targets.is_floating_point():
             return len(self)
-        return int((self.targets != IGNORED).sum())
+        return (self.targets != IGNORED).sum()
 
 
 def shard_batch(batch: T, rank: int, world_size: int) -> T:

@@ -40,7 +40,7 @@ class Samples:
         return self.inputs.shape[0]
 
     def batch(self, indices: Tensor) -> Batch:
-        indices = indices.to(self.inputs.device)
+        indices = indices.to(self.inputs.device, non_blocking=True)
         inputs, targets = self.inputs[indices], self.targets[indices]
         return Batch(inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs, targets)
 

@@ -64,6 +64,8 @@ def gpt_shape(config: schema.GPT, spec: DataSpec) -> Shape:
         activation=config.activation,
         tied=config.tied,
         dropout=config.dropout,
+        attention=config.attention,
+        residual=config.residual,
     )
 
 

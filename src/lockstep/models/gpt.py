@@ -1,10 +1,12 @@
 """A decoder-only transformer: GPT-2's form, or Llama's (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIZES = {  # name: (d_model, layers, heads)
     "small": (768, 12, 12),
@@ -30,6 +32,8 @@ class Shape:
     activation: str = "gelu"
     tied: bool = True
     dropout: float = 0.0
+    attention: str = "auto"
+    residual: str = "fp32"
 
     @property
     def head_size(self) -> int:
@@ -75,16 +79,31 @@ class Attention(nn.Module):
         v = v.view(batch, tokens, shape.kv_heads, shape.head_size).transpose(1, 2)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            dropout_p=shape.dropout if self.training else 0.0,
-            enable_gqa=shape.kv_heads != shape.heads,
-        )
+        with attention_kernel(shape.attention):
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                dropout_p=shape.dropout if self.training else 0.0,
+                enable_gqa=shape.kv_heads != shape.heads,
+            )
         merged: Tensor = self.output(y.transpose(1, 2).reshape(batch, tokens, d_model))
         return merged
+
+
+def attention_kernel(name: str) -> AbstractContextManager[None]:
+    """Around scaled_dot_product_attention: the kernel of that name, or PyTorch's choice."""
+    if name == "auto":
+        return nullcontext()
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    chosen: AbstractContextManager[None] = sdpa_kernel(backends[name])
+    return chosen
 
 
 def rotation_table(tokens: int, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -165,6 +184,8 @@ class GPT(nn.Module):
             x = x + self.position_embedding(torch.arange(length, device=tokens.device))
         else:
             rotation = rotation_table(length, self.shape.head_size, x.device, x.dtype)
+        if self.shape.residual == "compute" and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             x = block(x, rotation)
         logits: Tensor = self.head(self.norm(x))  # (batch, tokens, vocabulary)

@@ -106,6 +106,8 @@ def words(diagnosis: Diagnosis, config: Config, ranks: int) -> list[str]:
 def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[str]:
     """Only what the config has not got already."""
     train, parallel = config.train, config.parallel
+    plain = train.compile == "none"
+    vocabulary = getattr(config.model, "vocabulary", None) or 0
     ideas: list[tuple[bool, str]] = []
     match bound:
         case "communication":
@@ -126,13 +128,17 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
         case "compute":
             ideas = [
                 (device == "cuda" and train.precision == "fp32", "--train.precision bf16 (the matrix units' own)"),
-                (not train.compile, "--train.compile (fuses what stands between the products)"),
+                (
+                    device == "cuda" and vocabulary % 64 != 0,
+                    f"--model.vocabulary {-(-vocabulary // 64) * 64} (a multiple of 64 aligns the head's products)",
+                ),
+                (plain, "--train.compile blocks (fuses what stands between the products)"),
                 (ranks == 1, "--nproc 2 or more: there is computation to share out"),
                 (train.recompute != "none", "--train.recompute none, if the memory allows: it computes forward twice"),
             ]
         case "memory":
             ideas = [
-                (not train.compile, "--train.compile (fused operations read and write once)"),
+                (plain, "--train.compile blocks (fused operations read and write once)"),
                 (device == "cuda" and train.precision == "fp32", "--train.precision bf16 (half the bytes)"),
                 (parallel.data in ("bucketed", "ddp") and ranks > 1, "--parallel.data zero1 (1/n of the optimizer)"),
                 (True, "a larger --train.batch-size: the optimizer's share falls"),
@@ -141,7 +147,7 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
             ideas = [(True, "a larger --train.batch-size, or data that is prepared beforehand")]
         case _:
             ideas = [
-                (not train.compile, "--train.compile (one call for many operations)"),
+                (plain, "--train.compile blocks (one call for many operations)"),
                 (True, "a larger --train.batch-size: more work for each call"),
                 (parallel.data == "naive", "--parallel.data bucketed (fewer, larger collectives)"),
             ]

@@ -19,7 +19,7 @@ from lockstep.comm.collectives import Group, Pending, all_reduce_async
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import Parallel
 from lockstep.data import Batch, Share
-from lockstep.models.loss import correct_count
+from lockstep.models.loss import with_correct_count
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.wrapper import broadcast_buffers
 from lockstep.strategies.holdings import (
@@ -75,6 +75,7 @@ class Strategy(ABC):
         self.stop_requested = False
         """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
         self.loss_scale = LossScale() if options.precision == "fp16" else None
+        self.measure = self.compiled(with_correct_count(options.loss))
 
     # ---- what a strategy defines -------------------------------------------------------------------------
 
@@ -124,20 +125,44 @@ class Strategy(ABC):
         """Whether all ranks may take the step. Averaged gradients are finite on all ranks or on none."""
         return finite
 
+    def skips_on_device(self) -> bool:
+        """A fused Adam leaves everything as it is where it is told, on the device, that gradients are not finite. So
+        the host need not wait for the norm, unless it has something of its own to do at a skipped step.
+        """
+        optimizer = self.local_optimizer
+        fused = isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults["fused"])
+        return fused and self.loss_scale is None
+
     # ---- the ordinary step ---------------------------------------------------------------------------------
 
     def place(self, model: nn.Module) -> nn.Module:
         """To the device and dtype of the run, compiled if asked for; in place, so that names stay."""
         model.to(self.world.device, self.dtype)
-        if self.options.compile:
-            model.compile()
+        if self.options.compile == "model":
+            model.compile(options=self.compile_options)
+        else:
+            self.compile_blocks(model)
         return model
 
-    def compile_blocks(self) -> None:
-        """For strategies that hook into blocks: compile inside, so that the hooks stay outside."""
-        if self.options.compile:
-            for _, block in blocks_of(self.model):
-                block.forward = torch.compile(block.forward)
+    def compile_blocks(self, model: nn.Module) -> None:
+        """Compile inside the blocks, so that hooks stay outside: gradients leave, and weights come, block by block."""
+        for _, block in blocks_of(model):
+            block.forward = self.compiled(block.forward)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, compiled if that was asked for."""
+        if self.options.compile == "none":
+            return function
+        compiled: Callable[..., Any] = torch.compile(function, options=self.compile_options)
+        return compiled
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Not tuned are the matrix products (cuBLAS's own were the fastest for every shape that we tried), and no CUDA
+        graphs are made: they would move the gradients that hooks have taken hold of.
+        """
+        tuned = self.options.compile_mode == "tuned"
+        return {"max_autotune_pointwise": True, "coordinate_descent_tuning": True} if tuned else {}
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step. `batch` is this rank's share of the global batch."""
@@ -150,18 +175,19 @@ class Strategy(ABC):
                 self.finish_gradients()
             with self.phases("optimizer"):
                 norm, applied = self.apply_gradients(totals)
-            if applied:
+            if applied is False:
+                self.on_skip()
+            else:
                 with self.phases("backward"):
                     self.after_optimizer_step()
-            else:
-                self.on_skip()
-        return StepResult(totals, norm, skipped=not applied)
+        return StepResult(totals, norm, applied)
 
     def accumulate_gradients(self, batch: Batch, synchronize: bool = True) -> Totals:
         """Forward and backward of all micro-batches, each weighted by its share of the global batch's targets."""
         self.zero_gradients()
-        mine = [float(batch.target_count()), float(self.stop_requested)]
-        counts = torch.tensor(mine, dtype=torch.float64, device=self.world.device)
+        counts = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        counts[0].fill_(batch.target_count())  # counts[0] = ... would copy from the host, and wait for the device
+        counts[1].fill_(float(self.stop_requested))
         counting = self._sum_over_data_ranks(counts, "count")
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         totals = Totals(sums, counts, Pending(None), sums[0])
@@ -172,9 +198,8 @@ class Strategy(ABC):
             with self.gradient_sync(last=index == final) if synchronize else self.no_gradient_sync():
                 with self.phases("forward"), self.compute_precision():
                     outputs = self.forward(micro_batch.inputs)
-                    loss_sum = self.options.loss(outputs, micro_batch)
+                    loss_sum, correct = self.measure(outputs, micro_batch.targets)
                 if not micro_batch.filler:
-                    correct = correct_count(outputs, micro_batch)
                     totals.sums += torch.stack((loss_sum.detach().double(), correct.double()))
                 if index == 0:
                     counting.wait()  # sent before forward, needed only now
@@ -218,11 +243,21 @@ class Strategy(ABC):
         dtype = COMPUTE_DTYPES.get(self.options.precision)
         return nullcontext() if dtype is None else torch.autocast(self.world.device.type, dtype)
 
-    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool]:
-        """Clip by the global norm and step; on non-finite gradients no rank steps. Returns (norm, stepped)."""
+    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool | None]:
+        """Clip by the global norm and step; on non-finite gradients no rank steps.
+
+        Returns (norm, whether the step was taken; None if only the device knows).
+        """
         if self.loss_scale is not None:
             self._scale_gradients(torch.tensor(1.0 / self.loss_scale.scale))
         norm = self.gradient_norm()
+        if self.skips_on_device():
+            optimizer: Any = self.local_optimizer
+            optimizer.found_inf = (~norm.isfinite()).float()  # how torch's own gradient scaler tells it
+            if self.options.clip_norm is not None:
+                self.clip_gradients(norm, self.options.clip_norm)
+            self.optimizer.step()
+            return norm, None
         applied = self.agree_finite(bool(norm.isfinite()))
         if applied:
             if self.options.clip_norm is not None:
@@ -264,10 +299,9 @@ class Strategy(ABC):
         """[sum of losses, correct, count] of this rank's share of a test batch."""
         batch = batch.to(self.world.device, self.dtype)
         with self.compute_precision():
-            outputs = self.predict(batch.inputs)
-            loss_sum = self.options.loss(outputs, batch).double()
-        count = torch.tensor(float(batch.target_count()), dtype=torch.float64, device=loss_sum.device)
-        sums = torch.stack((loss_sum, correct_count(outputs, batch).double(), count))
+            loss_sum, correct = self.measure(self.predict(batch.inputs), batch.targets)
+        count = torch.as_tensor(batch.target_count(), device=loss_sum.device)
+        sums = torch.stack((loss_sum.double(), correct.double(), count.double()))
         return torch.zeros_like(sums) if batch.filler else sums
 
     # ---- state ---------------------------------------------------------------------------------------------

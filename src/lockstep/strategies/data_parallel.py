@@ -41,6 +41,10 @@ class HandWritten(Wrapped):
         )
         self.optimizer = make_optimizer(self.trainable())
 
+    def skips_on_device(self) -> bool:
+        """Compression has to forget what it kept of a skipped step."""
+        return self.parallel.compression == "none" and super().skips_on_device()
+
     def on_skip(self) -> None:
         self.module.forget_step()
 

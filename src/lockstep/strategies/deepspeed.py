@@ -44,7 +44,7 @@ class DeepSpeed(Strategy):
         self.deepspeed = import_deepspeed()
         if options.precision == "fp64":
             raise UserError("parallel.data deepspeed does not go with train.precision fp64: DeepSpeed does not know it")
-        if options.compile:
+        if options.compile != "none":
             raise UserError("parallel.data deepspeed does not go with train.compile; leave it out")
         self.dtype = torch.float32
         self.loss_scale = None  # fp16's is DeepSpeed's own
@@ -100,7 +100,7 @@ class DeepSpeed(Strategy):
         if not last:
             self.engine.step()  # counts the micro-batch
 
-    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool]:
+    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool | None]:
         if not isfinite(totals.read()[0]):
             raise UserError(
                 "the loss is not finite, and DeepSpeed cannot drop a step that has begun; lower train.lr, set "

@@ -4,25 +4,23 @@ Both are imported where they are used: that takes a second, which every rank of 
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
-from lockstep.comm.ledger import Mark, about, mark
-from lockstep.comm.observe import observed
+from lockstep.comm.ledger import Mark, mark
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.sharded_module import OUTSIDE
 from lockstep.parallel.wrapper import broadcast_module
 from lockstep.strategies.base import MakeOptimizer
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.fsdp_observed import observe
 from lockstep.strategies.holdings import local
 from lockstep.strategies.step import COMPUTE_DTYPES
 from lockstep.strategies.zero import Sharded
@@ -40,7 +38,7 @@ class FSDP(Sharded):
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = self.module = model.to(self.world.device, self.dtype)
         broadcast_module(model, self.data_group)  # fully_shard takes each rank's own weights
-        self.compile_blocks()
+        self.compile_blocks(model)
         if self.world.size > 1 and self.trainable():
             self._shard(model)
         self.optimizer = make_optimizer(self.trainable())
@@ -60,8 +58,7 @@ class FSDP(Sharded):
         # What lies outside the blocks is not freed: backward begins with it.
         fully_shard(model, reshard_after_forward=False, mp_policy=around, **options)
         for name, module in sharded_modules(model):
-            module.set_custom_all_gather(ObservedGather(name or OUTSIDE))
-            module.set_custom_reduce_scatter(ObservedScatter(name or OUTSIDE))
+            observe(module, name or OUTSIDE, self.world.device)
             if self.world.device.type == "cpu":  # gloo's average has summed
                 module.set_force_sum_reduction_for_comms(True)
 
@@ -96,16 +93,9 @@ class FSDP(Sharded):
             module.reshard()
         return outputs
 
-    @contextmanager
-    def no_gradient_sync(self) -> Iterator[None]:
-        self._synchronize(False)
-        yield
-        self._synchronize(True)
-
-    def _synchronize(self, wanted: bool) -> None:
-        model: Any = self.model
-        if is_sharded(model):
-            model.set_requires_gradient_sync(wanted)
+    def no_gradient_sync(self) -> AbstractContextManager[None]:
+        """FSDP2 would keep whole gradients to itself, out of `zero_gradients`' reach: let them meet, and be dropped."""
+        return nullcontext()
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         yield from ()  # FSDP2 keeps them to itself
@@ -136,40 +126,6 @@ def ranks_of_a_copy(world_size: int) -> int:
     """Hybrid sharding's usual cut: a copy per machine; on one machine, two copies."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return local if local < world_size else max(1, world_size // 2)
-
-
-class ObservedGather:
-    """FSDP2's all-gather, written to the ledger. On the CPU it is synchronous; on a GPU its wait is in a stream."""
-
-    def __init__(self, name: str) -> None:
-        """`name`: of the block."""
-        self.name = name
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        with about(self.name), observed("all_gather", "parameters", output_tensor, group):
-            work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
-
-
-class ObservedScatter(ObservedGather):
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        with about(self.name), observed("reduce_scatter", "gradients", input_tensor, group):
-            work: dist.Work | None = reduce_scatter_single(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-        return work
 
 
 class Zero1Torch(DDP):

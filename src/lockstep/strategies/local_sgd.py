@@ -39,6 +39,9 @@ class LocalSGD(Strategy):
         flag = torch.tensor(float(finite), device=self.world.device)
         return bool(all_reduce(flag, dist.ReduceOp.MIN, self.data_group, purpose="agreement") > 0)
 
+    def skips_on_device(self) -> bool:
+        return False
+
     def full_gradients(self) -> dict[str, Tensor]:
         """The ranks' own gradients differ; what can be held against one process is their mean."""
         mine = super().full_gradients()

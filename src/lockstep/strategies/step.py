@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ class StepOptions:
     accumulation: int = 1
     clip_norm: float | None = None
     precision: str = "fp32"
-    compile: bool = False
+    compile: str = "none"
+    """Or blocks, or model: what torch.compile is to take as one."""
+    compile_mode: str = "default"
     batch_size: int | None = None
     """Of the global batch, where it is known beforehand."""
     example: Tensor | None = None
@@ -52,30 +55,66 @@ class Totals:
         return loss, correct, float(self.counts[0])
 
 
+class ToHost:
+    """Numbers of a GPU on their way to the host. Whoever reads them waits for them, but not for what was queued later:
+    so the host can look at one step while the device is busy with the next.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._values.copy_(values, non_blocking=True)
+        self._there = torch.cuda.Event()
+        self._there.record()
+
+    def read(self) -> list[float]:
+        self._there.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
+
+
 @dataclass
 class StepResult:
-    """What one step did. `loss` and `accuracy` are on their way until somebody reads them."""
+    """What one step did, on its way until somebody reads it."""
 
     totals: Totals
     grad_norm: Tensor
-    skipped: bool
-    """The loss or a gradient was not finite on some rank: no rank has moved its weights."""
+    stepped: bool | None
+    """None: the optimizer has decided, on the device, by whether the norm is finite."""
+    _sent: ToHost | None = None
+
+    def __post_init__(self) -> None:
+        sums, counts = self.totals.sums, self.totals.counts
+        if sums.is_cuda:
+            self.totals.pending.wait()  # the stream waits, not the host
+            self._sent = ToHost(torch.cat((sums, counts, self.grad_norm.to(sums).reshape(1))))
+
+    def _numbers(self) -> list[float]:
+        """[sum of losses, correct predictions, targets, ranks that were asked to stop, gradient norm]"""
+        if self._sent is not None:
+            return self._sent.read()
+        self.totals.pending.wait()
+        return [*self.totals.sums.tolist(), *self.totals.counts.tolist(), float(self.grad_norm)]
 
     @property
     def loss(self) -> float:
         """Mean over the global batch."""
-        loss, _, count = self.totals.read()
+        loss, _, count, *_ = self._numbers()
         return loss / max(count, 1.0)
 
     @property
     def accuracy(self) -> float:
-        _, correct, count = self.totals.read()
+        _, correct, count, *_ = self._numbers()
         return correct / max(count, 1.0)
+
+    @property
+    def skipped(self) -> bool:
+        """The loss or a gradient was not finite on some rank: no rank has moved its weights."""
+        return not (isfinite(self._numbers()[4]) if self.stepped is None else self.stepped)
 
     @property
     def stop(self) -> bool:
         """Some rank was asked to stop before this step began; all ranks know it at the same step."""
-        return bool(self.totals.counts[1] > 0)
+        return float(self.totals.counts[1] if self._sent is None else self._numbers()[3]) > 0
 
 
 @dataclass

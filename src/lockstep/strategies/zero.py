@@ -99,7 +99,7 @@ class Zero3(Wrapped, Sharded):
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = model.to(self.world.device, self.dtype)
-        self.compile_blocks()
+        self.compile_blocks(model)
         blocks = {block for _, block in blocks_of(model)}
         self.module = FullyShardedDataParallel(
             self.model,

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -79,6 +80,11 @@ def train(
             return run.train()
 
 
+def steps_ahead(device: torch.device) -> int:
+    """While we look at what one step gave, a GPU is busy with the next; a CPU has nothing to do meanwhile."""
+    return 1 if device.type == "cuda" else 0
+
+
 @contextmanager
 def stopping_at_sigterm(strategy: Strategy) -> Iterator[None]:
     """A machine that is wanted back sends SIGTERM: the step is finished, all ranks agree to stop, and save."""
@@ -118,6 +124,10 @@ class Run:
         self.total_steps = config.train.steps or planned
         self.steps_done = 0
         self.skipped_in_a_row = 0
+        self.unseen: deque[tuple[int, StepResult, Batch]] = deque()
+        """Steps that have been issued, with their numbers, and not been looked at."""
+        self.ahead = steps_ahead(world.device)
+        """How many there may be."""
         self.status = ""
         self.losses: list[float] = []
         self.is_gpt = isinstance(config.model, GPT)
@@ -211,7 +221,7 @@ class Run:
         self.strategy.model.train()
         for indices in self.sampler.epoch(epoch, self.steps_done - epoch * self.sampler.steps_per_epoch):
             if self.steps_done >= self.total_steps or self.stopped:
-                return
+                break
             read_start = time.perf_counter()
             batch = read_share(self.dataset.train, indices, share)
             data_seconds = time.perf_counter() - read_start
@@ -219,17 +229,25 @@ class Run:
             result = self.strategy.step(batch)
             self.steps_done += 1
             self._window_samples += len(indices)
-            self._guard(result, batch)
+            self.unseen.append((self.steps_done, result, batch))
+            self._look(self.ahead)
             if self.steps_done % self.config.train.log_every == 0 or self.steps_done == self.total_steps:
                 self.status = self._log(epoch, result, data_seconds)
                 bar.show(self.steps_done, self.status)
             else:
                 bar.show(self.steps_done)
-            self.stopped = result.stop
             every = self.config.checkpoint.every
             if every and self.steps_done % every == 0 and self.steps_done < self.total_steps and not self.stopped:
                 self._save()
             self._tell_problem()
+        self._look()
+
+    def _look(self, leave: int = 0) -> None:
+        """At the steps that have been issued, but for the last ones, whose results would have to be waited for."""
+        while len(self.unseen) > leave:
+            number, result, batch = self.unseen.popleft()
+            self._guard(number, result, batch)
+            self.stopped = self.stopped or result.stop
 
     def _log(self, epoch: int, result: StepResult, data_seconds: float) -> str:
         """Write one record; return its short form for the progress bar. Every rank reads the loss: it is a sum."""
@@ -256,7 +274,7 @@ class Run:
         self.metrics.write("train", self.steps_done, values)
         return "  ".join(words)
 
-    def _guard(self, result: StepResult, batch: Batch) -> None:
+    def _guard(self, number: int, result: StepResult, batch: Batch) -> None:
         """All ranks have skipped a non-finite step together: say where it came from, and stop when it does not end."""
         if not result.skipped:
             self.skipped_in_a_row = 0
@@ -266,12 +284,12 @@ class Run:
             return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
         self.skipped_in_a_row += 1
         where = locate_nonfinite(self.strategy, batch)
-        self.console.print(f"[yellow]step {self.steps_done}: not finite, skipped on all ranks[/] ({where})")
-        self.metrics.write("skipped", self.steps_done, {"where": where})
+        self.console.print(f"[yellow]step {number}: not finite, skipped on all ranks[/] ({where})")
+        self.metrics.write("skipped", number, {"where": where})
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"loss or gradients were not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
-                f"{self.steps_done} ({where}); lower train.lr or set train.clip_norm"
+                f"{number} ({where}); lower train.lr or set train.clip_norm"
             )
 
     def _evaluate(self, epoch: int) -> tuple[float, float]:

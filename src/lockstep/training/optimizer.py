@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from functools import partial
 from math import cos, pi
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,14 @@ def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.o
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
-    return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay)
+    fused = should_fuse(parameters) or None  # None: PyTorch's own default
+    return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)
+
+
+def should_fuse(parameters: list[Any]) -> bool:
+    """On a GPU one kernel does all of a step. `parameters`: tensors, or groups of them."""
+    groups = [p["params"] if isinstance(p, dict) else [p] for p in parameters]
+    return all(tensor.is_cuda for group in groups for tensor in group)
 
 
 def optimizer_factory(train: Train) -> partial[torch.optim.Optimizer]:

@@ -135,7 +135,7 @@ def compare(
         expected, batch = reference.after(step), scenario.global_batch(step)
         got = strategy.step(batch.share(share))
         loss, _, count = got.totals.read()
-        note(step + 1, {("loss", f"the number of targets ({count:.0f})"): abs(count - batch.target_count())})
+        note(step + 1, {("loss", f"the number of targets ({count:.0f})"): abs(count - int(batch.target_count()))})
         note(step + 1, {("loss", "the loss"): _finite(abs(loss / max(count, 1.0) - expected.loss))})
         note(step + 1, _differences("gradients", strategy.full_gradients(), expected.gradients))
         note(step + 1, _differences("weights", strategy.full_state_dict(), expected.weights))

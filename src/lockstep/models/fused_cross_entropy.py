@@ -1,0 +1,89 @@
+"""Cross entropy over a large vocabulary, as two kernels for a GPU.
+
+A batch of 32 x 1024 tokens has 3.3 GB of logits over GPT-2's vocabulary, so what the loss costs is how often they are
+read and written. Here forward reads them once, and backward reads them once and writes their gradient:
+
+    forward     one program per token runs over its row in pieces, with a running maximum m and a running sum of
+                exp(x - m), rescaled whenever m grows. It keeps log sum exp(x), and finds out on the way whether the
+                target is what the row names
+    backward    d loss / d x = softmax(x) - [x is the target's] = exp(x - log sum exp) - [...]
+
+All arithmetic is in fp32, whatever the logits are kept in.
+"""
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found]  # there is none where there is no GPU
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+FORWARD = (2048, 4)
+BACKWARD = (4096, 8)
+"""Elements of a row that a program holds at a time, and warps that share them: the fastest on an H200."""
+
+
+@triton.jit
+def _forward(logits, targets, losses, log_sums, correct, width, ignored, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * width
+    target = tl.load(targets + row)
+    counts = target != ignored
+    chosen = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
+    largest = -float("inf")
+    totals = tl.zeros((PIECE,), tl.float32)
+    before_it = tl.zeros((PIECE,), tl.int32)
+    for start in range(0, width, PIECE):
+        column = start + tl.arange(0, PIECE)
+        x = tl.load(logits + column, mask=column < width, other=-float("inf")).to(tl.float32)
+        before, largest = largest, tl.maximum(largest, tl.max(x, 0))
+        totals = totals * tl.exp(before - largest) + tl.exp(x - largest)
+        before_it |= ((x == chosen) & (column < target)).to(tl.int32)  # of equal logits, the first is named
+    log_sum = largest + tl.log(tl.sum(totals, 0))
+    tl.store(log_sums + row, log_sum)
+    tl.store(losses + row, tl.where(counts, log_sum - chosen, 0.0))
+    tl.store(correct + row, (counts & (chosen == largest) & (tl.max(before_it, 0) == 0)).to(tl.int32))
+
+
+@triton.jit
+def _backward(logits, targets, log_sums, slope, gradient, width, ignored, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    inside = column < width
+    target = tl.load(targets + row)
+    x = tl.load(logits + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    softmax = tl.exp(x - tl.load(log_sums + row))
+    scale = tl.where(target != ignored, tl.load(slope).to(tl.float32), 0.0)
+    tl.store(gradient + row * width + column, scale * (softmax - (column == target).to(tl.float32)), mask=inside)
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+        logits, targets = logits.contiguous(), targets.contiguous()
+        rows, width = logits.shape
+        losses, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+        correct = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        piece, warps = FORWARD
+        _forward[(rows,)](logits, targets, losses, log_sums, correct, width, ignored, piece, num_warps=warps)
+        ctx.save_for_backward(logits, targets, log_sums)
+        ctx.ignored = ignored
+        right = correct.sum()
+        ctx.mark_non_differentiable(right)
+        return losses.sum(), right
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        logits, targets, log_sums = ctx.saved_tensors
+        rows, width = logits.shape
+        gradient = torch.empty_like(logits)
+        piece, warps = BACKWARD
+        grid = (rows, triton.cdiv(width, piece))
+        _backward[grid](logits, targets, log_sums, slope, gradient, width, ctx.ignored, piece, num_warps=warps)
+        return gradient, None, None
+
+
+def fused_cross_entropy(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """(sum of losses, correct predictions) of logits (tokens, vocabulary); targets that are `ignored` count nowhere."""
+    found: tuple[Tensor, Tensor] = _FusedCrossEntropy.apply(logits, targets, ignored)
+    return found

@@ -1,0 +1,109 @@
+"""FSDP2's collectives in the ledger, and where its computation waits for them.
+
+On the CPU FSDP2 waits at once. On a GPU it issues collectives on streams of its own, and the compute stream waits for
+them in three places, which are methods of FSDP2's parameter groups (private ones: this is the only file that names
+them):
+
+    wait_for_unshard    before a block computes: for its all-gather (then the gathered buffer is copied out)
+    post_backward       after a block's backward: for the reduce-scatter of the block before, whose buffer is reused
+    finalize_backward   at the end of backward: for the last reduce-scatter
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
+from lockstep.comm.ledger import Entry, about, active_ledger, mark
+from lockstep.comm.observe import observed
+
+
+def observe(module: Any, name: str, device: torch.device) -> None:
+    """Have this `fully_shard`ed module write itself into the ledger, as the block of that name."""
+    module.set_custom_all_gather(ObservedGather(name))
+    module.set_custom_reduce_scatter(ObservedScatter(name))
+    if device.type == "cuda":
+        for group in parameter_groups(module):
+            for method, waited_for in WAITS.items():
+                setattr(group, method, timed(getattr(group, method), waited_for, name, device))
+
+
+class ObservedGather:
+    """FSDP2's all-gather."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the block."""
+        self.name = name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with about(self.name), observed("all_gather", "parameters", output_tensor, group):
+            work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class ObservedScatter(ObservedGather):
+    """Its reduce-scatter."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with about(self.name), observed("reduce_scatter", "gradients", input_tensor, group):
+            work: dist.Work | None = reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+        return work
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """torch 2.13 allows several for one module; 2.11 has one, or none."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    return list(several) if several is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+def gather_of(entry: Entry, name: str) -> bool:
+    return entry.operation == "all_gather" and entry.subject == name
+
+
+def scatter_of_another(entry: Entry, name: str) -> bool:
+    return entry.operation == "reduce_scatter" and entry.subject != name
+
+
+def scatter_of_any(entry: Entry, name: str) -> bool:
+    return entry.operation == "reduce_scatter"
+
+
+WAITS: dict[str, Callable[[Entry, str], bool]] = {
+    "wait_for_unshard": gather_of,
+    "post_backward": scatter_of_another,
+    "finalize_backward": scatter_of_any,
+}
+"""Method -> which collective it waits for."""
+
+
+def timed(call: Callable[..., Any], waited_for: Callable[[Entry, str], bool], name: str, device: torch.device) -> Any:
+    """`call`, noting from when to when the compute stream stood in it, at the collective that it waits for."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        ledger = active_ledger()
+        open_ = [e for e in ledger.entries if e.wait_started is None and waited_for(e, name)] if ledger else []
+        start = mark(device) if open_ else None
+        result = call(*args, **kwargs)
+        if open_:
+            open_[-1].wait_started, open_[-1].wait_ended = start, mark(device)
+        return result
+
+    return noted
