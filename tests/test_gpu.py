@@ -19,10 +19,10 @@ from lockstep.comm.by_hand import all_reduce_over
 from lockstep.comm.collectives import all_reduce_async
 from lockstep.comm.wire import Wire
 from lockstep.config import GPT, Config, Data, Train, load_config
-from lockstep.data import build_data, read_share
+from lockstep.data import Batch, build_data, read_share
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.profile import profile_steps
-from lockstep.strategies import available_strategies, strategy_named
+from lockstep.strategies import Strategy, available_strategies, strategy_named
 from lockstep.training.loop import train
 from lockstep.training.prepare import prepare_strategy
 from lockstep.verify import Request, verify
@@ -93,62 +93,68 @@ def test_cross_entropy_by_hand() -> None:
     on_gpu(check_cross_entropy, 1)
 
 
-def check_no_wait(world: World) -> None:
+def new_strategy(world: World, name: str, precision: str) -> tuple[Strategy, Batch]:
+    config = short_gpt(name, "none", precision)
+    dataset = build_data(config, world.device)
+    strategy = prepare_strategy(world, config, dataset)
+    return strategy, read_share(dataset.train, torch.arange(8), strategy.batch_share())
+
+
+def check_no_wait(world: World, name: str) -> None:
     """After some steps, one more under a watch that fails at anything that makes the host wait for the device."""
-    for name in ("single", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"):
-        config = short_gpt(name, "none", "bf16")
-        dataset = build_data(config, world.device)
-        strategy = prepare_strategy(world, config, dataset)
-        share = strategy.batch_share()
-        for step in range(4):
-            torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
-            result = strategy.step(read_share(dataset.train, torch.arange(8), share))
-            torch.cuda.set_sync_debug_mode("default")
-        assert result.loss == result.loss, name
-        assert not result.skipped
-
-
-def test_a_step_does_not_make_the_host_wait() -> None:
-    on_gpu(check_no_wait, 2)
-
-
-def check_nan(world: World) -> None:
-    for name in ("bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"):
-        config = short_gpt(name, "none")
-        dataset = build_data(config, world.device)
-        strategy = prepare_strategy(world, config, dataset)
-        batch = read_share(dataset.train, torch.arange(8), strategy.batch_share())
+    strategy, batch = new_strategy(world, name, "bf16")
+    for _ in range(3):
         strategy.step(batch)
-        before = strategy.full_state_dict()
-        if world.rank == 1:
-            with torch.no_grad():
-                strategy.local_optimizer.param_groups[0]["params"][0].view(-1)[0] = float("nan")
-        assert strategy.step(batch).skipped, name
-        now = strategy.full_state_dict()
-        assert sum(int((now[n] != before[n]).sum()) for n in now) <= 1, name
+    torch.cuda.set_sync_debug_mode("error")
+    result = strategy.step(batch)
+    torch.cuda.set_sync_debug_mode("default")
+    assert result.loss == result.loss, name
+    assert not result.skipped
 
 
-def test_a_nan_on_one_rank_stops_all() -> None:
-    on_gpu(check_nan, 2)
+def check_nan(world: World, name: str) -> None:
+    """Rank 1's loss is not a number: nobody moves, and the step after it is a good one."""
+    strategy, batch = new_strategy(world, name, "fp32")
+    strategy.step(batch)
+    before, measure = strategy.full_state_dict(), strategy.measure
+    if world.rank == 1:
+
+        def broken(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            loss, correct = measure(outputs, targets)
+            return loss * float("nan"), correct
+
+        strategy.measure = broken
+    assert strategy.step(batch).skipped, name
+    assert all(torch.equal(now, before[n]) for n, now in strategy.full_state_dict().items()), name
+    strategy.measure = measure
+    assert not strategy.step(batch).skipped, name
+    assert any(not torch.equal(now, before[n]) for n, now in strategy.full_state_dict().items()), name
 
 
-def total_communication(world: World) -> dict[str, tuple[float, float]]:
-    found = {}
-    for name in ("naive", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp", "bucketed+ring"):
-        config = short_gpt(name, "none")
-        dataset = build_data(config, world.device)
-        strategy = prepare_strategy(world, config, dataset)
-        for _ in range(3):
-            strategy.step(read_share(dataset.train, torch.arange(8), strategy.batch_share()))
-        torch.cuda.synchronize()
-        total = strategy.ledger.busy_seconds()
+def communication(world: World, name: str) -> tuple[float | None, float]:
+    """(total, exposed) seconds of one step."""
+    strategy, batch = new_strategy(world, name, "fp32")
+    for _ in range(3):
+        strategy.step(batch)
+    torch.cuda.synchronize()
+    return strategy.ledger.busy_seconds(), strategy.ledger.exposed_seconds()
+
+
+def check_steps(world: World) -> dict[str, tuple[float | None, float]]:
+    for name in ("single", "ddp", "fsdp"):
+        check_no_wait(world, name)
+    for name in ("bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"):
+        check_nan(world, name)
+    names = ("naive", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp", "bucketed+ring")
+    return {name: communication(world, name) for name in names}
+
+
+def test_steps_on_a_gpu() -> None:
+    """None makes the host wait (but for the flags of our own wrappers), a NaN on one rank stops all, and the ends of
+    all collectives are seen.
+    """
+    for name, (total, exposed) in on_gpu(check_steps, 2)[0].items():
         assert total is not None, name
-        found[name] = (total, strategy.ledger.exposed_seconds())
-    return found
-
-
-def test_the_ends_of_collectives_are_seen() -> None:
-    for name, (total, exposed) in on_gpu(total_communication, 2)[0].items():
         assert 0 < exposed < 1.5 * total, name
 
 

@@ -33,6 +33,10 @@ class Profile:
     """Of each rank."""
     timelines: list[dict[str, Any]]
     """The last step of each rank."""
+    exposed_ms: float
+    """Per step of rank 0, waited for communication."""
+    comm_ms: float | None
+    """Per step of rank 0, some communication was on its way. None: its ends are not seen."""
     parameters: int
     events: int
     """In the trace."""
@@ -49,7 +53,7 @@ def profile_steps(
     dataset = load_data(world, config)
     strategy = prepare_strategy(world, config, dataset)
     batches = full_batches(config, dataset)
-    exposed, ledger_events = [], []
+    exposed, total, ledger_events = [], [], []
     last: dict[str, Any] = {}
     if snapshot is not None and world.is_main:
         torch.cuda.memory._record_memory_history()
@@ -71,6 +75,7 @@ def profile_steps(
                 last = timeline(strategy)
                 ledger_events += collective_events(last, began)
                 exposed.append(1e3 * strategy.ledger.exposed_seconds())
+                total.append(strategy.ledger.busy_seconds())
     if snapshot is not None and world.is_main:
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -84,7 +89,15 @@ def profile_steps(
     if world.is_main:
         with writing_to(trace_file.parent):
             write_trace(whole, trace_file)
-    return Profile(all_gather_objects(found), all_gather_objects(last), strategy.parameters, len(whole["traceEvents"]))
+    seen = [1e3 * seconds for seconds in total if seconds is not None]
+    return Profile(
+        all_gather_objects(found),
+        all_gather_objects(last),
+        mean(exposed),
+        mean(seen) if len(seen) == steps else None,
+        strategy.parameters,
+        len(whole["traceEvents"]),
+    )
 
 
 def one_machine() -> bool:
