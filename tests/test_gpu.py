@@ -71,8 +71,9 @@ def test_compile_on_a_gpu() -> None:
     assert on_gpu(train, 1, config, None, True)[0].losses == pytest.approx(plain, abs=0.02)
 
 
-def check_cross_entropy(world: World) -> None:
-    from lockstep.models.fused_cross_entropy import fused_cross_entropy
+def check_kernels(world: World) -> None:
+    from lockstep.models.kernels.cross_entropy import cross_entropy
+    from lockstep.models.kernels.gelu import bias_gelu
 
     torch.manual_seed(0)
     for dtype, rows, width in ((torch.bfloat16, 33, 50257), (torch.float32, 7, 4096), (torch.float16, 64, 50304)):
@@ -80,17 +81,29 @@ def check_cross_entropy(world: World) -> None:
         targets = torch.randint(width, (rows,), device=world.device)
         targets[:9:2] = logits[:9:2].argmax(-1)
         targets[3] = -100
-        loss, correct = fused_cross_entropy(logits, targets, -100)
+        loss, correct = cross_entropy(logits, targets, -100)
         (mine,) = torch.autograd.grad(loss * 0.3, logits)
         expected = F.cross_entropy(logits.float(), targets, reduction="sum")
         (theirs,) = torch.autograd.grad(expected * 0.3, logits)
         assert float(loss) == pytest.approx(float(expected), rel=1e-6)
         assert int(correct) == int((logits.argmax(-1) == targets).sum())
         torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
+    for dtype, shape in ((torch.bfloat16, (3, 301, 6400)), (torch.float32, (1, 5)), (torch.float16, (1000, 3072))):
+        x = torch.randn(shape, device=world.device, dtype=dtype, requires_grad=True)
+        bias = torch.randn(shape[-1], device=world.device, requires_grad=True)
+        slope = torch.randn_like(x)
+        expected = F.gelu(x.float() + bias, approximate="tanh")
+        right = (expected.to(dtype), *torch.autograd.grad(expected, (x, bias), slope.float()))
+        for function in (bias_gelu, torch.compile(bias_gelu, fullgraph=True)):
+            y = function(x, bias)
+            got = (y, *torch.autograd.grad(y, (x, bias), slope))
+            tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+            for a, b in zip(got, right, strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * shape[-1] ** 0.5 / 30)
 
 
-def test_cross_entropy_by_hand() -> None:
-    on_gpu(check_cross_entropy, 1)
+def test_kernels_by_hand() -> None:
+    on_gpu(check_kernels, 1)
 
 
 def new_strategy(world: World, name: str, precision: str) -> tuple[Strategy, Batch]:

@@ -1,7 +1,6 @@
 """Losses as sums with a count, so that ranks and micro-batches of different sizes can be weighted rightly."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +8,10 @@ from torch import Tensor
 
 from lockstep.data.batch import IGNORED
 from lockstep.data.dataset import Kind
+from lockstep.models.kernels import usable_on
 
-HAS_TRITON = find_spec("triton") is not None
+MANY_CLASSES = 1024
+"""From here on the outputs are large enough for kernels of our own."""
 LossSum = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> the sum of the losses."""
 
@@ -33,23 +34,19 @@ def with_correct_count(loss: LossSum) -> Callable[[Tensor, Tensor], tuple[Tensor
     """(outputs, targets) -> (sum of losses, correct predictions): one function, so that it can be compiled as one."""
 
     def measure(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if loss is cross_entropy_sum and fused_is_faster(outputs):
-            return fused(outputs.flatten(0, -2), targets.flatten())
+        if loss is cross_entropy_sum and outputs.shape[-1] >= MANY_CLASSES and usable_on(outputs):
+            return fused_cross_entropy(outputs, targets)
         return loss(outputs, targets), correct_count(outputs, targets)
 
     return measure
 
 
-def fused_is_faster(outputs: Tensor) -> bool:
-    """On a GPU, for more classes than fit into a few registers; our kernels compute in fp32."""
-    return HAS_TRITON and outputs.is_cuda and outputs.dtype != torch.float64 and outputs.shape[-1] >= 1024
-
-
 @torch.compiler.disable
-def fused(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from lockstep.models.fused_cross_entropy import fused_cross_entropy  # Triton is for GPUs
+def fused_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Both by our own kernels."""
+    from lockstep.models.kernels.cross_entropy import cross_entropy  # Triton is where GPUs are
 
-    return fused_cross_entropy(outputs, targets, IGNORED)
+    return cross_entropy(outputs.flatten(0, -2), targets.flatten(), IGNORED)
 
 
 def correct_count(outputs: Tensor, targets: Tensor) -> Tensor:

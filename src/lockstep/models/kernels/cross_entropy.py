@@ -57,7 +57,7 @@ def _backward(logits, targets, log_sums, slope, gradient, width, ignored, PIECE:
     tl.store(gradient + row * width + column, scale * (softmax - (column == target).to(tl.float32)), mask=inside)
 
 
-class _FusedCrossEntropy(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
         logits, targets = logits.contiguous(), targets.contiguous()
@@ -83,7 +83,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return gradient, None, None
 
 
-def fused_cross_entropy(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """(sum of losses, correct predictions) of logits (tokens, vocabulary); targets that are `ignored` count nowhere."""
-    found: tuple[Tensor, Tensor] = _FusedCrossEntropy.apply(logits, targets, ignored)
+    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, targets, ignored)
     return found

@@ -1,0 +1,95 @@
+"""gelu(x + bias), as GPT-2 has it between its two matrix products, as two kernels for a GPU.
+
+The array is the largest of a block (tokens x 4 d), so what counts is how often it is read and written. A compiler fuses
+the elementwise part by itself, but then reads x and the incoming gradient once more to add up the bias's gradient. Here
+one backward pass does both: each program takes some columns and a group of rows, writes their gradient, and adds up its
+columns on the way; the groups' sums are added in the end.
+
+    gelu(z) = z/2 (1 + t),  t = tanh(a (z + 0.044715 z^3)),  a = sqrt(2 / pi) = 0.79788456
+"""
+
+import torch
+import triton  # type: ignore[import-not-found]  # there is none where there is no GPU
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+ROWS, COLUMNS, WARPS = 8, 512, 8
+"""Of the piece that a program holds at a time: 16 elements for each of its threads."""
+GROUPS = 128
+"""Into which backward cuts the rows."""
+
+
+@triton.jit
+def _tanh_of(z):  # type: ignore[no-untyped-def]
+    """The t of gelu(z); tanh(u) = 2 sigmoid(2 u) - 1."""
+    return 2 * tl.sigmoid(2 * 0.7978845608028654 * (z + 0.044715 * z * z * z)) - 1
+
+
+@triton.jit
+def _forward(x, bias, y, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None].to(tl.int64) * width + column[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    z = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    z += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, 0.5 * z * (1 + _tanh_of(z)), mask=inside)
+
+
+@triton.jit
+def _backward(x, bias, dy, dx, sums, rows, width, group, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    b = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((COLUMNS,), tl.float32)
+    first = tl.program_id(1) * group
+    for start in range(0, group, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row[:, None] < group) & (first + row[:, None] < rows) & (column[None, :] < width)
+        place = (first + row)[:, None].to(tl.int64) * width + column[None, :]
+        z = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + b
+        t = _tanh_of(z)
+        slope = 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z)
+        gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(dx + place, gradient, mask=inside)
+        total += tl.sum(gradient, 0)
+    tl.store(sums + tl.program_id(1) * width + column, total, mask=column < width)
+
+
+@triton_op("lockstep::bias_gelu", mutates_args=())
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """gelu(x + bias) of (..., width); also inside torch.compile."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    grid = (triton.cdiv(width, COLUMNS), triton.cdiv(rows, ROWS))
+    wrap_triton(_forward)[grid](x, bias, y, rows, width, ROWS, COLUMNS, num_warps=WARPS)
+    return y
+
+
+@triton_op("lockstep::bias_gelu_backward", mutates_args=())
+def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias."""
+    dy, x = dy.contiguous(), x.contiguous()
+    dx = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    groups = min(GROUPS, triton.cdiv(rows, ROWS))
+    sums = torch.empty(groups, width, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(width, COLUMNS), groups)
+    group = triton.cdiv(rows, groups)
+    wrap_triton(_backward)[grid](x, bias, dy, dx, sums, rows, width, group, ROWS, COLUMNS, num_warps=WARPS)
+    return dx, sums.sum(0).to(bias.dtype)
+
+
+def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    dx, dbias = bias_gelu_backward(dy, *ctx.saved_tensors)
+    return dx, dbias
+
+
+bias_gelu.register_autograd(_differentiate, setup_context=_remember)
