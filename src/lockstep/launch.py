@@ -5,7 +5,6 @@ srun say so in the environment), the function runs here; if not, an elastic agen
 machine, watches them, ends all when one fails, and hands back what the first failing one had to say.
 """
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep.errors import RankError, UserError
+from lockstep.rank import rank_main
 from lockstep.world import DeviceChoice, World, choose_device, join_world
 
 
@@ -69,11 +70,11 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, launch: Launch, defau
     if not chosen and 0 < torch.cuda.device_count() < nproc:
         print(f"{nproc} ranks on the CPU: there are fewer GPUs here (--share-gpu lets ranks share one)")
         launch = replace(launch, device="cpu")
-    choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
+    device = choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
     if nproc == 1:
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
-    return _start_ranks(function, args, launch, nproc)
+    return _start_ranks(function, args, launch, nproc, "forkserver" if device.type == "cpu" else "spawn")
 
 
 def available_cores() -> int:
@@ -132,8 +133,10 @@ def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launc
     return result
 
 
-def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int) -> list[Any]:
-    """One elastic agent, `nproc` spawned ranks on loopback."""
+def _start_ranks(
+    function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int, start_method: str
+) -> list[Any]:
+    """One elastic agent, `nproc` ranks on loopback."""
     for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we tell the failure ourselves
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -144,6 +147,8 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     _remove_leftovers()
+    if start_method == "forkserver":
+        _start_server()
     with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-") as log_dir:
         before, tempfile.tempdir = (
             tempfile.tempdir,
@@ -160,11 +165,12 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            start_method=start_method,
             signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is ours: see `_passing_on_sigterm`
         )
         try:
             with _passing_on_sigterm() as received:
-                results = elastic_launch(config, _rank_main)(function, args, launch, os.getpid())
+                results = elastic_launch(config, rank_main)(function, args, launch, dict(os.environ))
         except ChildFailedError as error:
             if received:
                 raise KeyboardInterrupt("SIGTERM: all ranks were ended") from None
@@ -176,6 +182,13 @@ def _start_ranks(function: Callable[..., Any], args: tuple[Any, ...], launch: La
             for name in added:
                 del os.environ[name]
     return [results[rank] for rank in sorted(results)]
+
+
+def _start_server() -> None:
+    """The process that CPU ranks are forks of, once for all launches; it imports what we have imported of ours."""
+    imported = sorted(name for name in sys.modules if name.startswith("lockstep.") and not name.endswith("__main__"))
+    multiprocessing.set_forkserver_preload(["lockstep.rank", *imported])
+    forkserver.ensure_running()
 
 
 @contextmanager
@@ -210,24 +223,6 @@ def _remove_leftovers() -> None:
         owner = folder.name.removeprefix(FOLDER_PREFIX).split("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, launcher: int) -> Any:
-    """The life of one rank that the agent started (the agent wraps it in `@record` itself)."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective, and silently
-    die_with_parent(launcher)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
-        return function(world, *args)
-
-
-def die_with_parent(parent: int) -> None:
-    """Leave no orphan when the parent itself is killed: Linux sends us SIGKILL then."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:  # it was gone before we asked
-            sys.exit("the launcher is gone")
 
 
 def _explain(error: ChildFailedError) -> Exception:
