@@ -67,6 +67,14 @@ def test_on_a_gpu_its_kernels_are_the_work() -> None:
     assert found.shares["host"] == pytest.approx(0.4)
 
 
+def test_a_shared_gpu_works_for_the_others_too() -> None:
+    kernels = [event("sm90_gemm", 0, 300, "kernel")]
+    found = diagnose(a_step(*kernels), 0.0, on_gpu=True, others=[(200, 500), (600, 700)])
+    assert found.shares["others"] == pytest.approx(0.3)
+    assert found.shares["host"] == pytest.approx(0.4)
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+
+
 def test_a_flag_that_is_set_is_not_advised() -> None:
     found = diagnose(a_step(event("aten::mm", 0, 300)), 0.6, on_gpu=False)
     config = Config(parallel=Parallel(data="bucketed", compression="bf16"), train=Train(accumulation=4))

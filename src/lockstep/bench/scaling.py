@@ -48,7 +48,7 @@ class Point:
     imbalance_ms: float
     """The step stood waiting for the slowest rank, which computed longer."""
     cores_ms: float
-    """Ranks had to share cores."""
+    """Ranks had to share cores, or a GPU."""
     speedup: float
     """Samples per second over one rank's."""
 
@@ -69,7 +69,7 @@ class Point:
 
 
 def points(timings: list[Timing], slots: int) -> list[Point]:
-    """`slots`: how many ranks have cores of their own; on GPUs, all."""
+    """`slots`: how many ranks have cores, or a GPU, of their own."""
     found = []
     for timing in timings:
         mode: Mode = timing.details["mode"]
@@ -116,7 +116,12 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
     """What the table says."""
     lines = []
     most = max(found, key=lambda p: p.ranks)
-    if not on_gpu and most.ranks > slots:
+    if on_gpu and most.ranks > slots:
+        lines.append(
+            f"ranks exceed GPUs: there {'is' if slots == 1 else 'are'} {slots}, so larger sizes take turns on "
+            f"{'it' if slots == 1 else 'them'} and cannot be faster than {slots} rank{'s' * (slots > 1)}"
+        )
+    elif most.ranks > slots:
         lines.append(
             f"ranks exceed cores: there are cores for {slots} rank{'s' * (slots > 1)} of {threads} "
             f"thread{'s' * (threads > 1)}, so larger sizes take turns on them and cannot be faster than {slots} ranks"
@@ -128,7 +133,7 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
             f"wait; give a larger --train.batch-size"
         )
     strong = [p for p in found if p.mode == "strong"]
-    fair = [p for p in strong if on_gpu or p.ranks <= slots]
+    fair = [p for p in strong if p.ranks <= slots]
     serial = amdahl_fit(fair)
     if serial is not None:
         limit = f"never more than {1 / serial:.1f} times one rank" if serial > 0.001 else "no limit in sight"
@@ -138,11 +143,11 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
         )
     for mode in dict.fromkeys(p.mode for p in found):
         mine = [p for p in found if p.mode == mode]
-        last = [p for p in mine if on_gpu or p.ranks <= slots or p is mine[0]][-1]
+        last = [p for p in mine if p.ranks <= slots or p is mine[0]][-1]
         losses = {
             "communication": last.communication_ms,
             "load imbalance": last.imbalance_ms,
-            "shared cores": last.cores_ms,
+            "shared GPUs" if on_gpu else "shared cores": last.cores_ms,
             "other": last.other_ms,
         }
         worst = max(losses, key=lambda cause: losses[cause])

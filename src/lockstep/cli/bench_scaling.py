@@ -4,6 +4,8 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from lockstep.bench.plot import plot_scaling
 from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
@@ -74,7 +76,7 @@ def main(argv: list[str]) -> int:
         timings: list[Timing] = ranks[0]
         on_gpu = timings[0].device == "cuda"
         nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        slots = sizes[-1] if on_gpu else max(1, nodes * cores // threads)
+        slots = nodes * torch.cuda.device_count() if on_gpu else max(1, nodes * cores // threads)
         found = points(timings, slots)
         lines = sentences(found, slots, threads, on_gpu)
         print_scaling(found, timings[0], lines)
@@ -112,7 +114,8 @@ def print_scaling(found: list[Point], first: Timing, lines: list[str]) -> None:
         ("mode",),
         (
             *("ranks", "global\nbatch", "step ms\nmedian", "95%\ninterval", "samples\n/s", "speed-up", "effi-\nciency"),
-            *("lost to\ncomm. %", "imbal-\nance %", "shared\ncores %", "other\n%"),
+            *("lost to\ncomm. %", "imbal-\nance %"),
+            *("shared\nGPUs %" if first.device == "cuda" else "shared\ncores %", "other\n%"),
         ),
     )
     for p in found:

@@ -64,13 +64,14 @@ def main(argv: list[str]) -> int:
 def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) -> None:
     screen = console()
     ranks = len(found.diagnoses)
+    kinds = [kind for kind in KINDS if kind in found.diagnoses[0].shares]
     table = new_table(
         f"{config.model.name}, {found.parameters:,} parameters, {config.parallel.data}",
         ("rank",),
-        ("step\nms", *(f"{kind}\n% of it" for kind in KINDS)),
+        ("step\nms", *(f"{kind}\n% of it" for kind in kinds)),
     )
     for rank, diagnosis in enumerate(found.diagnoses):
-        shares = (f"{100 * diagnosis.shares[kind]:.0f}" for kind in KINDS)
+        shares = (f"{100 * diagnosis.shares[kind]:.0f}" for kind in kinds)
         table.add_row(str(rank), f"{diagnosis.step_ms:.1f}", *shares)
     screen.print(table)
     first = found.diagnoses[0]

@@ -20,6 +20,7 @@ KINDS = {
     "communication": "the step stood waiting for other ranks",
     "data": "reading the batch",
     "host": "Python and the framework's own work between operations",
+    "others": "the GPU's work for the other ranks that share it",
 }
 
 
@@ -38,8 +39,13 @@ class Diagnosis:
         return max(self.shares, key=lambda kind: self.shares[kind])
 
 
-def diagnose(events: list[Event], exposed_ms: float, on_gpu: bool) -> Diagnosis:
-    """From one rank's trace of some steps, and the milliseconds per step that it waited for communication."""
+def diagnose(
+    events: list[Event], exposed_ms: float, on_gpu: bool, others: list[tuple[float, float]] | None = None
+) -> Diagnosis:
+    """From one rank's trace of some steps, and the milliseconds per step that it waited for communication.
+
+    `others`: from when to when the GPU computed for other ranks, if they share it, on the clock of the trace.
+    """
     steps = [e for e in events if e["name"] == STEP and e["cat"] == "user_annotation"]
     reading = [e for e in events if e["name"] == DATA and e["cat"] == "user_annotation"]
     total = sum(e["dur"] for e in steps) + sum(e["dur"] for e in reading)
@@ -50,17 +56,18 @@ def diagnose(events: list[Event], exposed_ms: float, on_gpu: bool) -> Diagnosis:
     work = sum(times.values()) or 1.0
     matrix = sum(t for name, t in times.items() if any(part in name.lower() for part in MATRIX)) / work
     # Kernels of several streams overlap; operations of the one thread that we look at on a CPU do not.
-    busy = (
-        sum(covered(((e["ts"], e["ts"] + e["dur"]) for e in ops), a, b) for a, b in spans)
-        if on_gpu
-        else sum(times.values())
-    )
+    mine = [(e["ts"], e["ts"] + e["dur"]) for e in ops]
+    busy = sum(covered(mine, a, b) for a, b in spans) if on_gpu else sum(times.values())
+    for_others = sum(covered([*mine, *(others or [])], a, b) for a, b in spans) - busy if others else 0.0
     network = min(1e3 * exposed_ms * len(steps), total)
     busy = max(0.0, min(busy, total - network))
     computing, moving = busy * matrix, busy * (1 - matrix)
     data = sum(e["dur"] for e in reading)
-    host = max(0.0, total - computing - moving - network - data)
-    parts = {"compute": computing, "memory": moving, "communication": network, "data": data, "host": host}
+    idle = max(0.0, total - computing - moving - network - data)
+    for_others = min(idle, for_others)
+    parts = {"compute": computing, "memory": moving, "communication": network, "data": data, "host": idle - for_others}
+    if others is not None:
+        parts["others"] = for_others
     whole = sum(parts.values()) or 1.0
     top = sorted(times.items(), key=lambda item: -item[1])[:8]
     return Diagnosis(
@@ -69,6 +76,12 @@ def diagnose(events: list[Event], exposed_ms: float, on_gpu: bool) -> Diagnosis:
         top=[(name, t / work) for name, t in top],
         device="cuda" if on_gpu else "cpu",
     )
+
+
+def busy_spans(events: list[Event], later: float = 0.0) -> list[tuple[float, float]]:
+    """From when to when a GPU computed, `later` microseconds added."""
+    kernels = [e for e in events if may_be_work(e, None, on_gpu=True)]
+    return [(e["ts"] + later, e["ts"] + e["dur"] + later) for e in kernels]
 
 
 def is_frame(name: str) -> bool:
@@ -143,6 +156,8 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
                 (parallel.data in ("bucketed", "ddp") and ranks > 1, "--parallel.data zero1 (1/n of the optimizer)"),
                 (True, "a larger --train.batch-size: the optimizer's share falls"),
             ]
+        case "others":
+            ideas = [(True, "a GPU for each rank (leave out --share-gpu): these take turns on one")]
         case "data":
             ideas = [(True, "a larger --train.batch-size, or data that is prepared beforehand")]
         case _:

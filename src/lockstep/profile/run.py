@@ -17,7 +17,7 @@ from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, check_ranges
 from lockstep.data import read_share
 from lockstep.errors import UserError
-from lockstep.profile.diagnosis import DATA, STEP, Diagnosis, diagnose
+from lockstep.profile.diagnosis import DATA, STEP, Diagnosis, busy_spans, diagnose
 from lockstep.profile.regions import named_blocks
 from lockstep.profile.trace import RankTrace, clock_offset_us, collective_events, merged, write_trace
 from lockstep.training.metrics import writing_to
@@ -80,11 +80,15 @@ def profile_steps(
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None)
     trace = RankTrace.of(world.rank, trace_of(profiler))
-    found = diagnose(trace.events, mean(exposed), on_gpu)
     pid = trace.events[0]["pid"]
     trace.events += [{**e, "pid": pid, "ts": e["ts"] - trace.base_us} for e in ledger_events]
     trace.base_us -= clock_offset_us() if world.size > 1 and not one_machine() else 0.0  # moves all of them
     traces = all_gather_objects(trace)
+    others = None
+    if world.ranks_on_device > 1:
+        neighbours = [t for t in traces if t.rank != trace.rank]
+        others = [span for t in neighbours for span in busy_spans(t.events, t.base_us - trace.base_us)]
+    found = diagnose(trace.events, mean(exposed), on_gpu, others)
     whole = merged(traces) if world.is_main else {"traceEvents": []}
     if world.is_main:
         with writing_to(trace_file.parent):

@@ -39,3 +39,8 @@ def measured_peak(device: torch.device, size: int = 1024, repeats: int = 12) -> 
         (a @ a).sum().item()
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+def has_bf16_units() -> bool:
+    """Whether this CPU multiplies bf16 matrices by itself."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

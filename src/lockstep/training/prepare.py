@@ -1,5 +1,6 @@
 """From a config to something that can take steps: the data, the model with what was asked for, the strategy."""
 
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
 from lockstep.parallel.recompute import recompute
 from lockstep.strategies import StepOptions, Strategy, make_strategy
+from lockstep.strategies.step import COMPUTE_DTYPES
 from lockstep.training.optimizer import optimizer_factory
 from lockstep.world import World
 
@@ -82,8 +84,24 @@ def load_weights(model: nn.Module, file: Path) -> None:
         raise UserError(f"{file}: {what}; build the model that it was saved from")
 
 
+def check_device(world: World, config: Config) -> None:
+    """Refuse what this device cannot do, and what has no effect."""
+    attention, train = getattr(config.model, "attention", "auto"), config.train
+    if attention in ("cudnn", "efficient") and world.device.type == "cpu":
+        raise UserError(f"model.attention {attention} is for GPUs, and these ranks run on the CPU; use auto")
+    if attention in ("cudnn", "flash") and world.device.type == "cuda" and train.precision not in COMPUTE_DTYPES:
+        raise UserError(
+            f"model.attention {attention} does not compute in train.precision {train.precision}; use bf16, fp16 or auto"
+        )
+    if train.compile_mode != "default" and train.compile == "none":
+        raise UserError(f"train.compile_mode {train.compile_mode} needs train.compile blocks or model")
+
+
 def prepare_strategy(world: World, config: Config, dataset: DataSet) -> Strategy:
     """The model of the config, spread by the strategy of the config."""
+    check_device(world, config)
+    # A CPU without units for bf16 computes all the same; torch tells of it with pages of its own frames.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     strategy = make_strategy(world, config.parallel, step_options(config, dataset))
     model = prepared_model(config, dataset.spec)
     strategy.parameters, strategy.flops_per_sample = parameter_count(model), training_flops(model)
