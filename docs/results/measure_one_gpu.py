@@ -47,7 +47,7 @@ class Variant:
     def config(self, size: str) -> Config:
         config = load_config(CONFIGS / f"gpt2_{size}.yaml")
         model: Any = config.model
-        model.vocabulary, model.residual = self.vocabulary, self.residual
+        model.vocabulary, model.residual, model.own_gelu = self.vocabulary, self.residual, self.gelu
         train: Any = config.train
         train.compile, train.compile_mode = self.compile, self.mode
         return replace(config, data=replace(config.data, samples=4 * train.batch_size))
@@ -59,8 +59,6 @@ class Variant:
                 stack.enter_context(patch("lockstep.training.optimizer.should_fuse", lambda _: False))
             if not self.cross_entropy:
                 stack.enter_context(patch("lockstep.models.loss.MANY_CLASSES", 10**9))
-            if not self.gelu:
-                stack.enter_context(patch("lockstep.models.gpt.usable_on", lambda _: False))
             yield
 
 

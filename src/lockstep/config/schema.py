@@ -71,6 +71,8 @@ class GPT:
     """The kernel of the attention; auto: PyTorch's choice. cudnn and efficient are for GPUs."""
     residual: Literal["fp32", "compute"] = "fp32"
     """Under bf16 or fp16, what the blocks' outputs are added up in: fp32, or the precision that they compute in."""
+    own_gelu: bool = False
+    """On a GPU, gelu and its bias by a kernel of our own."""
 
 
 Model = MLP | CNN | ResNet | GPT

@@ -66,6 +66,7 @@ def gpt_shape(config: schema.GPT, spec: DataSpec) -> Shape:
         dropout=config.dropout,
         attention=config.attention,
         residual=config.residual,
+        own_gelu=config.own_gelu,
     )
 
 

@@ -36,6 +36,7 @@ class Shape:
     dropout: float = 0.0
     attention: str = "auto"
     residual: str = "fp32"
+    own_gelu: bool = False
 
     @property
     def head_size(self) -> int:
@@ -131,7 +132,7 @@ def is_plain(linear: nn.Module) -> bool:
 class FeedForward(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gated = shape.activation == "swiglu"
+        self.gated, self.own_gelu = shape.activation == "swiglu", shape.own_gelu
         bias = shape.norm == "layernorm"
         self.up = nn.Linear(shape.d_model, shape.mlp_width * (2 if self.gated else 1), bias=bias)
         self.down = ends_branch(nn.Linear(shape.mlp_width, shape.d_model, bias=bias), shape)
@@ -140,7 +141,7 @@ class FeedForward(nn.Module):
         if self.gated:
             gate, value = self.up(x).chunk(2, dim=-1)
             x = F.silu(gate) * value
-        elif usable_on(x) and is_plain(self.up):
+        elif self.own_gelu and usable_on(x) and is_plain(self.up):
             from lockstep.models.kernels.gelu import bias_gelu  # Triton is where GPUs are
 
             x = bias_gelu(F.linear(x, self.up.weight), self.up.bias)
