@@ -20,8 +20,8 @@ from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import Parallel
 from lockstep.data import Batch, Share
 from lockstep.models.loss import with_correct_count
-from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.wrapper import broadcast_buffers
+from lockstep.strategies.compiling import compile_model, compiled
 from lockstep.strategies.holdings import (
     Holding,
     copy_leaf,
@@ -75,7 +75,7 @@ class Strategy(ABC):
         self.stop_requested = False
         """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
         self.loss_scale = LossScale() if options.precision == "fp16" else None
-        self.measure = self.compiled(with_correct_count(options.loss))
+        self.measure = compiled(with_correct_count(options.loss), options)
 
     # ---- what a strategy defines -------------------------------------------------------------------------
 
@@ -138,31 +138,8 @@ class Strategy(ABC):
     def place(self, model: nn.Module) -> nn.Module:
         """To the device and dtype of the run, compiled if asked for; in place, so that names stay."""
         model.to(self.world.device, self.dtype)
-        if self.options.compile == "model":
-            model.compile(options=self.compile_options)
-        else:
-            self.compile_blocks(model)
+        compile_model(model, self.options)
         return model
-
-    def compile_blocks(self, model: nn.Module) -> None:
-        """Compile inside the blocks, so that hooks stay outside: gradients leave, and weights come, block by block."""
-        for _, block in blocks_of(model):
-            block.forward = self.compiled(block.forward)
-
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, compiled if that was asked for."""
-        if self.options.compile == "none":
-            return function
-        compiled: Callable[..., Any] = torch.compile(function, options=self.compile_options)
-        return compiled
-
-    @property
-    def compile_options(self) -> dict[str, Any]:
-        """Not tuned are the matrix products (cuBLAS's own were the fastest for every shape that we tried), and no CUDA
-        graphs are made: they would move the gradients that hooks have taken hold of.
-        """
-        tuned = self.options.compile_mode == "tuned"
-        return {"max_autotune_pointwise": True, "coordinate_descent_tuning": True} if tuned else {}
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step. `batch` is this rank's share of the global batch."""

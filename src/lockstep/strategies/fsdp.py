@@ -19,6 +19,7 @@ from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.sharded_module import OUTSIDE
 from lockstep.parallel.wrapper import broadcast_module
 from lockstep.strategies.base import MakeOptimizer
+from lockstep.strategies.compiling import compile_blocks
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp_observed import observe
 from lockstep.strategies.holdings import local
@@ -38,7 +39,7 @@ class FSDP(Sharded):
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = self.module = model.to(self.world.device, self.dtype)
         broadcast_module(model, self.data_group)  # fully_shard takes each rank's own weights
-        self.compile_blocks(model)
+        compile_blocks(model, self.options)
         if self.world.size > 1 and self.trainable():
             self._shard(model)
         self.optimizer = make_optimizer(self.trainable())

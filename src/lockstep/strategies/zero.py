@@ -13,6 +13,7 @@ from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.strategies.base import MakeOptimizer, Strategy
+from lockstep.strategies.compiling import compile_blocks
 from lockstep.strategies.holdings import Holding
 from lockstep.strategies.step import COMPUTE_DTYPES
 from lockstep.strategies.wrapped import Wrapped
@@ -99,7 +100,7 @@ class Zero3(Wrapped, Sharded):
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = model.to(self.world.device, self.dtype)
-        self.compile_blocks(model)
+        compile_blocks(model, self.options)
         blocks = {block for _, block in blocks_of(model)}
         self.module = FullyShardedDataParallel(
             self.model,

@@ -1,11 +1,7 @@
 """The training loop behind `lockstep train`: the same lines for every strategy and any number of ranks."""
 
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from lockstep.training.optimizer import learning_rate
 from lockstep.training.peak import has_bf16_units, peak_flops
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.training.status import StatusBar
+from lockstep.training.stopping import stopping_at_sigterm
 from lockstep.world import World
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -83,23 +80,6 @@ def train(
 def steps_ahead(device: torch.device) -> int:
     """While we look at what one step gave, a GPU is busy with the next; a CPU has nothing to do meanwhile."""
     return 1 if device.type == "cuda" else 0
-
-
-@contextmanager
-def stopping_at_sigterm(strategy: Strategy) -> Iterator[None]:
-    """A machine that is wanted back sends SIGTERM: the step is finished, all ranks agree to stop, and save."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread only
-        return
-
-    def remember(*_: Any) -> None:
-        strategy.stop_requested = True
-
-    before = signal.signal(signal.SIGTERM, remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class Run:
