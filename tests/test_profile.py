@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep.cli import main
 from lockstep.config import Config, Parallel, Train
 from lockstep.intervals import covered
-from lockstep.profile.diagnosis import DATA, STEP, diagnose, words
+from lockstep.profile.diagnosis import DATA, STEP, diagnose, is_matrix_product, words
 from lockstep.profile.trace import RankTrace, merged, self_times
 from lockstep.record import read_record
 
@@ -65,6 +65,24 @@ def test_on_a_gpu_its_kernels_are_the_work() -> None:
     found = diagnose(a_step(event("aten::mm", 0, 50), *kernels), 0.0, on_gpu=True)
     assert found.bound_by == "compute"
     assert found.shares["host"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        *(
+            (name, True)
+            for name in ("aten::mm", "aten::addmm", "aten::bmm", "nvjet_sm90_tst_320x128_64x3", "sm90_gemm")
+        ),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", True),
+        ("void at::native::GammaBetaBackwardCUDAKernelTemplate<float>", False),
+        ("triton_poi_fused_addmm_gelu_view_9", False),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>", False),
+        ("aten::add_", False),
+    ],
+)
+def test_matrix_products_by_their_names(name: str, is_one: bool) -> None:
+    assert is_matrix_product(name) == is_one
 
 
 def test_a_shared_gpu_works_for_the_others_too() -> None:

@@ -14,12 +14,21 @@ from lockstep.config import CNN, GPT, Config, Data, Parallel, ResNet, Train, loa
 from lockstep.data import Batch, build_data
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.strategies import STRATEGIES, VARIANTS, Strategy, available_strategies, strategy_named
+from lockstep.models.loss import loss_for
+from lockstep.strategies import (
+    STRATEGIES,
+    VARIANTS,
+    StepOptions,
+    Strategy,
+    available_strategies,
+    make_strategy,
+    strategy_named,
+)
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.training.loop import TrainResult, train
 from lockstep.training.metrics import MetricsWriter
-from lockstep.training.optimizer import learning_rate
+from lockstep.training.optimizer import learning_rate, optimizer_factory
 from lockstep.training.prepare import prepare_strategy
 from lockstep.world import World
 from tests.ranks import on_ranks
@@ -67,6 +76,7 @@ def train_several(world: World) -> dict[str, Any]:
     stateful = ("bucketed+powersgd", "ddp", "local_sgd+diloco", "zero1", "zero2", "zero3", "fsdp", "zero1_torch")
     runs["state"] = {name: resumes_alike(world, name) for name in stateful}
     runs["nan"] = nan_on_one_rank(world)
+    nan_where_a_rank_steps_nothing(world)
     runs["overflow"] = fp16_overflow(world)
     return runs
 
@@ -118,6 +128,16 @@ def nan_on_one_rank(world: World) -> dict[str, Any]:
         moved = any(not torch.equal(t, before[n]) for n, t in strategy.full_state_dict().items())
         found[f"{name} {optimizer}"] = (result.skipped, kept, where, after.skipped, moved and after.loss == after.loss)
     return found
+
+
+def nan_where_a_rank_steps_nothing(world: World) -> None:
+    """One number to train: the optimizer of some rank has none of it, and must still skip and step with the others."""
+    for name in ("zero1", "zero2", "zero3", "zero1_torch"):
+        strategy = make_strategy(world, strategy_named(name), StepOptions(loss_for("regression")))
+        strategy.prepare(nn.Linear(1, 1, bias=False), optimizer_factory(Train(optimizer="adamw", lr=0.01)))
+        good = Batch(torch.ones(2, 1), torch.ones(2, 1))
+        bad = Batch(good.inputs * (float("nan") if world.rank == 1 else 1.0), good.targets)
+        assert [strategy.step(batch).skipped for batch in (good, bad, good)] == [False, True, False], name
 
 
 class Overflowing(nn.Module):

@@ -23,6 +23,8 @@ class Timing:
     flops_per_step: float
     """Of the whole global batch: matrix products, forward and backward."""
     ranks: int = 1
+    ranks_on_device: int = 1
+    """That share one GPU."""
     device: str = "cpu"
     tokens_per_sample: int = 0
     """0: samples are not sequences."""

@@ -108,6 +108,7 @@ class Runner:
             with self._cores():
                 memory = memory_of_steps(self.part, case.config, case.strategy, dataset)
                 self.strategy = prepare_named(self.part, case.config, case.strategy, dataset)
+                self.strategy.ledger.sees_ends = True
                 peak = peaks.of(self.part, case.config.train.precision)
                 self.timing = new_timing(self.part, case, self.strategy, dataset, memory, peak)
         if world.size > 1:
@@ -255,6 +256,7 @@ def new_timing(
         batch_size=batch,
         flops_per_step=batch * strategy.flops_per_sample,
         ranks=world.size,
+        ranks_on_device=world.ranks_on_device,
         device=world.device.type,
         accumulation=config.train.accumulation,
         traffic_is_seen=strategy.traffic_is_seen,

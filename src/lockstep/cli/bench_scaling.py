@@ -4,8 +4,6 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
 from lockstep.bench.plot import plot_scaling
 from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
@@ -76,7 +74,8 @@ def main(argv: list[str]) -> int:
         timings: list[Timing] = ranks[0]
         on_gpu = timings[0].device == "cuda"
         nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        slots = nodes * torch.cuda.device_count() if on_gpu else max(1, nodes * cores // threads)
+        sharing = max(timing.ranks_on_device for timing in timings)
+        slots = sizes[-1] // sharing if on_gpu else max(1, nodes * cores // threads)
         found = points(timings, slots)
         lines = sentences(found, slots, threads, on_gpu)
         print_scaling(found, timings[0], lines)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.by_hand import StreamWork, all_reduce_by_hand
-from lockstep.comm.lane import LaneWork
 from lockstep.comm.ledger import Entry, active_ledger, mark
+from lockstep.comm.wire import moves_cuda
 from lockstep.errors import UserError
 
 Group = dist.ProcessGroup | None
@@ -49,11 +49,17 @@ def new_buffer(length: int, dtype: torch.dtype, device: torch.device, group: Gro
 class Pending:
     """A collective on its way. `wait()` before touching its tensors."""
 
-    def __init__(self, work: dist.Work | None, entry: Entry | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        work: dist.Work | None,
+        entry: Entry | None = None,
+        device: torch.device | None = None,
+        group: Group = None,
+    ) -> None:
         self._work, self._entry, self._device = work, entry, device or torch.device("cpu")
         self._afterwards: Callable[[], object] | None = None
         if work is not None and entry is not None:
-            note_end(work, entry, self._device)
+            note_end(work, entry, self._device, group)
 
     def then(self, afterwards: Callable[[], object]) -> "Pending":
         """Do this when it has been waited for."""
@@ -73,17 +79,19 @@ class Pending:
             self._afterwards = None
 
 
-def note_end(work: dist.Work, entry: Entry, device: torch.device) -> None:
+def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) -> None:
     """Have it written down when a collective is done: on the CPU by the transport's own thread, at that moment.
 
     NCCL's future runs its callbacks at once, on a stream of their own that waits for the collective: there an event
-    tells when it was done.
+    tells when it was done. The collective's output then counts as used by that stream, and its memory is free again a
+    little later, so this is done only for whoever asks.
     """
     if isinstance(work, StreamWork):
         entry.ended = work.ended
         return
-    if device.type == "cuda" and isinstance(work, LaneWork):
-        return  # moved by the host, whose clock the device does not know
+    ledger = active_ledger()
+    if device.type == "cuda" and not (ledger is not None and ledger.sees_ends and moves_cuda(group)):
+        return  # what the host moves, ends by a clock that the device does not know
 
     def done(_: Any) -> None:
         entry.ended = mark(device)
@@ -103,7 +111,7 @@ def _issue(
         return Pending(None)
     ledger, nbytes = active_ledger(), payload.nbytes * parts
     entry = ledger.add(operation, purpose, group_size(group), nbytes) if ledger is not None else None
-    return Pending(start(), entry, payload.device)
+    return Pending(start(), entry, payload.device, group)
 
 
 # ---- all ranks to all ranks ---------------------------------------------------------------------------------

@@ -85,6 +85,14 @@ class Entry:
         return self.ended or self.wait_ended
 
     @property
+    def waited_until(self) -> Mark | None:
+        """On a GPU an engine's wait may go over into copies (FSDP2's): it ends when the collective does, if before."""
+        if isinstance(self.ended, torch.cuda.Event) and isinstance(self.wait_ended, torch.cuda.Event):
+            self.wait_ended.synchronize()
+            return self.ended if self.ended.elapsed_time(self.wait_ended) > 0 else self.wait_ended
+        return self.wait_ended
+
+    @property
     def wire_bytes(self) -> float:
         return wire_factor(self.operation, self.group_size) * self.nbytes
 
@@ -117,6 +125,8 @@ class Ledger:
     device: torch.device = torch.device("cpu")
     entries: list[Entry] = field(default_factory=list)
     started: Mark | None = None
+    sees_ends: bool = False
+    """On a GPU: note also when collectives are over, for `busy_seconds`. On a CPU that is always seen."""
 
     def open(self) -> None:
         """Begin a new step."""
@@ -138,7 +148,7 @@ class Ledger:
 
     def exposed_seconds(self, *purposes: str, within: tuple[Mark, Mark] | None = None) -> float:
         """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""
-        return self._union(((e.wait_started, e.wait_ended) for e in self.of(*(purposes or STEP_PURPOSES))), within)
+        return self._union(((e.wait_started, e.waited_until) for e in self.of(*(purposes or STEP_PURPOSES))), within)
 
     def busy_seconds(self) -> float | None:
         """Time in which some communication was on its way. None: the ends of some are not seen."""

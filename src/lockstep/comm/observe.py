@@ -36,7 +36,7 @@ class ObservedGroup(dist.ProcessGroup):
             if purpose == "gradients":
                 entry.subject = f"bucket {len(self._open)}"
                 self._open.append(entry)
-            note_end(work, entry, tensors[0].device)
+            note_end(work, entry, tensors[0].device, self.inner)
         return work
 
     def waits_until_now(self, device: torch.device) -> None:
@@ -112,7 +112,7 @@ def _noting(call: Any, operation: str, purpose: str, position: int) -> Any:
                 entry = ledger.add(operation, "norm" if small else purpose, size, tensor.nbytes)
                 work = call(*args, **kwargs)
                 if work is not None:
-                    note_end(work, entry, tensor.device)
+                    note_end(work, entry, tensor.device, group)
                 elif tensor.device.type == "cpu":
                     entry.wait_started, entry.wait_ended = entry.issued, mark(tensor.device)
                 return work

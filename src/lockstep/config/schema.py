@@ -70,7 +70,8 @@ class GPT:
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """The kernel of the attention; auto: PyTorch's choice. cudnn and efficient are for GPUs."""
     residual: Literal["fp32", "compute"] = "fp32"
-    """Under bf16 or fp16, what the blocks' outputs are added up in: fp32, or the precision that they compute in."""
+    """Under bf16 or fp16, what the blocks' outputs are added up in: fp32, or the precision that they compute in (zero3
+    and fsdp always take the latter)."""
     own_gelu: bool = False
     """On a GPU, gelu and its bias by a kernel of our own."""
 
@@ -131,7 +132,7 @@ class Train:
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss."""
     compile: Literal["none", "blocks", "model"] = "none"
-    """torch.compile of the loss and of each block by itself (compiled once for all of them; gradients still leave block
+    """torch.compile of the loss and of each block by itself (once for all that are alike; gradients still leave block
     by block), or of the whole model as one (for one rank; zero3 and fsdp take blocks in any case)."""
     compile_mode: Literal["default", "tuned"] = "default"
     """tuned tries several forms of each fused kernel before the first step."""

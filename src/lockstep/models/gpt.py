@@ -125,7 +125,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 def is_plain(linear: nn.Module) -> bool:
     """A linear layer with a bias, and nobody who would miss its being called: no adapter around it, no hooks on it."""
-    watched = bool(linear._forward_pre_hooks or linear._forward_hooks)
+    hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
+    watched = any(len(kind) > 0 for kind in hooks)
     return type(linear) is nn.Linear and linear.bias is not None and not watched
 
 

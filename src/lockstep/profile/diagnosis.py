@@ -8,8 +8,12 @@ from lockstep.config import Config
 from lockstep.intervals import covered
 from lockstep.profile.trace import Event, self_times
 
-MATRIX = ("mm", "matmul", "linear", "conv", "attention", "flash", "gemm", "cutlass", "einsum", "xmma")
-"""Parts of the names of operations and kernels whose cost is arithmetic; of others it is moving memory."""
+MATRIX = re.compile(
+    r"(?<![a-z])(add|b|badd)?mm(?![a-z])|matmul|linear|conv(?!ert)|attention|flash|sdpa|gemm|nvjet|cutlass|einsum|xmma"
+)
+"""In the names of operations and kernels whose cost is arithmetic; of others it is moving memory."""
+COMPILED = ("triton_poi_", "triton_per_", "triton_red_")
+"""The compiler's elementwise kernels and reductions, which bear the names of all that they fuse."""
 NCCL = "nccl"
 FRAME = re.compile(r"Backward\d*$")
 """Autograd's nodes; what they compute with are operations of their own."""
@@ -54,7 +58,7 @@ def diagnose(
     ops = [e for e in events if may_be_work(e, main, on_gpu) and any(a <= e["ts"] < b for a, b in spans)]
     times = {name: t for name, t in self_times_by_lane(ops).items() if not is_frame(name)}
     work = sum(times.values()) or 1.0
-    matrix = sum(t for name, t in times.items() if any(part in name.lower() for part in MATRIX)) / work
+    matrix = sum(t for name, t in times.items() if is_matrix_product(name)) / work
     # Kernels of several streams overlap; operations of the one thread that we look at on a CPU do not.
     mine = [(e["ts"], e["ts"] + e["dur"]) for e in ops]
     busy = sum(covered(mine, a, b) for a, b in spans) if on_gpu else sum(times.values())
@@ -82,6 +86,10 @@ def busy_spans(events: list[Event], later: float = 0.0) -> list[tuple[float, flo
     """From when to when a GPU computed, `later` microseconds added."""
     kernels = [e for e in events if may_be_work(e, None, on_gpu=True)]
     return [(e["ts"] + later, e["ts"] + e["dur"] + later) for e in kernels]
+
+
+def is_matrix_product(name: str) -> bool:
+    return not name.startswith(COMPILED) and MATRIX.search(name.lower()) is not None
 
 
 def is_frame(name: str) -> bool:

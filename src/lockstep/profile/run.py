@@ -1,6 +1,7 @@
 """Some steps under torch.profiler on every rank, put together."""
 
 import os
+import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ def profile_steps(
         raise UserError("--memory-snapshot shows a GPU's memory, and these ranks run on the CPU; leave it out")
     dataset = load_data(world, config)
     strategy = prepare_strategy(world, config, dataset)
+    strategy.ledger.sees_ends = True
     batches = full_batches(config, dataset)
     exposed, total, ledger_events = [], [], []
     last: dict[str, Any] = {}
@@ -79,14 +81,14 @@ def profile_steps(
     if snapshot is not None and world.is_main:
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None)
-    trace = RankTrace.of(world.rank, trace_of(profiler))
+    trace = RankTrace.of(world.rank, trace_of(profiler), where=f"{platform.node()} {world.device}")
     pid = trace.events[0]["pid"]
     trace.events += [{**e, "pid": pid, "ts": e["ts"] - trace.base_us} for e in ledger_events]
     trace.base_us -= clock_offset_us() if world.size > 1 and not one_machine() else 0.0  # moves all of them
     traces = all_gather_objects(trace)
     others = None
     if world.ranks_on_device > 1:
-        neighbours = [t for t in traces if t.rank != trace.rank]
+        neighbours = [t for t in traces if t.rank != trace.rank and t.where == trace.where]
         others = [span for t in neighbours for span in busy_spans(t.events, t.base_us - trace.base_us)]
     found = diagnose(trace.events, mean(exposed), on_gpu, others)
     whole = merged(traces) if world.is_main else {"traceEvents": []}

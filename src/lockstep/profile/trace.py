@@ -24,11 +24,13 @@ class RankTrace:
     base_us: float
     """Microseconds since 1970 at which the trace's clock is 0."""
     events: list[Event] = field(default_factory=list)
+    where: str = ""
+    """Machine and device."""
 
     @classmethod
-    def of(cls, rank: int, trace: dict[str, Any]) -> "RankTrace":
+    def of(cls, rank: int, trace: dict[str, Any], where: str = "") -> "RankTrace":
         events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in DRAWN]
-        return cls(rank, float(trace.get("baseTimeNanoseconds", 0)) / 1e3, events)
+        return cls(rank, float(trace.get("baseTimeNanoseconds", 0)) / 1e3, events, where)
 
 
 def clock_offset_us(rounds: int = 21) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Group, Pending, all_reduce_async
+from lockstep.comm.collectives import Group, Pending, all_gather_objects, all_reduce_async
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import Parallel
 from lockstep.data import Batch, Share
@@ -75,6 +75,7 @@ class Strategy(ABC):
         self.stop_requested = False
         """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
         self.loss_scale = LossScale() if options.precision == "fp16" else None
+        self._fused: bool | None = None  # whether all ranks' optimizers are; asked at the first step
         self.measure = compiled(with_correct_count(options.loss), options)
 
     # ---- what a strategy defines -------------------------------------------------------------------------
@@ -129,9 +130,14 @@ class Strategy(ABC):
         """A fused Adam leaves everything as it is where it is told, on the device, that gradients are not finite. So
         the host need not wait for the norm, unless it has something of its own to do at a skipped step.
         """
-        optimizer = self.local_optimizer
-        fused = isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults["fused"])
-        return fused and self.loss_scale is None
+        if self._fused is None:
+            optimizer = self.local_optimizer
+            mine = isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults.get("fused"))
+            tensors = any(p.numel() for group in optimizer.param_groups for p in group["params"])
+            # Parts of a small model may be nothing on some ranks: these go with the others.
+            votes = set(all_gather_objects(mine if tensors else None, self.data_group)) - {None}
+            self._fused = votes == {True}
+        return self._fused and self.loss_scale is None
 
     # ---- the ordinary step ---------------------------------------------------------------------------------
 

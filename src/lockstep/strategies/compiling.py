@@ -28,13 +28,18 @@ def compile_model(model: nn.Module, options: StepOptions) -> None:
 
 def compile_blocks(model: nn.Module, options: StepOptions) -> None:
     """Inside the blocks, so that hooks stay outside: gradients leave, and weights come, block by block."""
-    for _, block in blocks_of(model):
+    if options.compile == "none":
+        return
+    blocks = blocks_of(model)
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 4 * len(blocks))  # blocks that differ are compiled one by one
+    for _, block in blocks:
         block.forward = compiled(block.forward, options)
 
 
 def inductor_options(options: StepOptions) -> dict[str, Any]:
-    """Matrix products are not tuned: cuBLAS's own were the fastest for every shape that we tried. No CUDA graphs are made:
-    they would move the gradients that hooks have taken hold of.
+    """Matrix products are not tuned: cuBLAS's own were the fastest for every shape that we tried. CUDA graphs are not
+    made: they would move the gradients that hooks have taken hold of.
     """
     tuned = options.compile_mode == "tuned"
     return {"max_autotune_pointwise": True, "coordinate_descent_tuning": True} if tuned else {}

@@ -106,7 +106,7 @@ class Run:
         self.skipped_in_a_row = 0
         self.unseen: deque[tuple[int, StepResult, Batch]] = deque()
         """Steps that have been issued, with their numbers, and not been looked at."""
-        self.ahead = steps_ahead(world.device)
+        self.ahead = steps_ahead(world.device) if strategy.loss_scale is None else 0  # fp16's host waits in any case
         """How many there may be."""
         self.status = ""
         self.losses: list[float] = []

@@ -42,5 +42,5 @@ def measured_peak(device: torch.device, size: int = 1024, repeats: int = 12) -> 
 
 
 def has_bf16_units() -> bool:
-    """Whether this CPU multiplies bf16 matrices by itself."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether oneDNN, which multiplies matrices on CPUs, does so in bf16 on this one."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

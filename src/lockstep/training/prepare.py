@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from lockstep.config import Config
+from lockstep.config import GPT, Config
 from lockstep.data import DataSet, DataSpec, build_data
 from lockstep.errors import UserError
 from lockstep.models import build_model, parameter_count, training_flops
@@ -85,16 +85,23 @@ def load_weights(model: nn.Module, file: Path) -> None:
 
 
 def check_device(world: World, config: Config) -> None:
-    """Refuse what this device cannot do, and what has no effect."""
-    attention, train = getattr(config.model, "attention", "auto"), config.train
-    if attention in ("cudnn", "efficient") and world.device.type == "cpu":
-        raise UserError(f"model.attention {attention} is for GPUs, and these ranks run on the CPU; use auto")
-    if attention in ("cudnn", "flash") and world.device.type == "cuda" and train.precision not in COMPUTE_DTYPES:
-        raise UserError(
-            f"model.attention {attention} does not compute in train.precision {train.precision}; use bf16, fp16 or auto"
-        )
-    if train.compile_mode != "default" and train.compile == "none":
-        raise UserError(f"train.compile_mode {train.compile_mode} needs train.compile blocks or model")
+    """Refuse what this device cannot do, in one line."""
+    model, precision, on_gpu = config.model, config.train.precision, world.device.type == "cuda"
+    if not isinstance(model, GPT):
+        return
+    kernel = model.attention
+    if not on_gpu and kernel in ("flash", "cudnn", "efficient"):
+        raise UserError(f"model.attention {kernel} is for GPUs, and these ranks run on the CPU; use auto or math")
+    if not on_gpu and model.own_gelu:
+        raise UserError("model.own_gelu is for GPUs, and these ranks run on the CPU; leave it out")
+    if kernel in ("cudnn", "flash") and precision not in COMPUTE_DTYPES:
+        raise UserError(f"model.attention {kernel} does not compute in {precision}; use train.precision bf16 or fp16")
+    if kernel == "efficient" and precision == "fp64":
+        raise UserError("model.attention efficient does not compute in fp64; use auto or math")
+    if kernel in ("cudnn", "efficient") and model.kv_heads not in (None, model.heads):
+        raise UserError(f"model.attention {kernel} does not know shared key and value heads; use auto, flash or math")
+    if model.own_gelu and (model.activation != "gelu" or model.norm != "layernorm"):
+        raise UserError("model.own_gelu is for model.activation gelu with a bias (model.norm layernorm); leave it out")
 
 
 def prepare_strategy(world: World, config: Config, dataset: DataSet) -> Strategy:

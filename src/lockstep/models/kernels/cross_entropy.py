@@ -17,6 +17,7 @@ import torch
 import triton  # type: ignore[import-not-found]  # there is none where there is no GPU
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 FORWARD = (2048, 4)
 BACKWARD = (4096, 8)
@@ -37,7 +38,8 @@ def _forward(logits, targets, losses, log_sums, correct, width, ignored, PIECE: 
         column = start + tl.arange(0, PIECE)
         x = tl.load(logits + column, mask=column < width, other=-float("inf")).to(tl.float32)
         before, largest = largest, tl.maximum(largest, tl.max(x, 0))
-        totals = totals * tl.exp(before - largest) + tl.exp(x - largest)
+        at = tl.where(largest == -float("inf"), 0.0, largest)  # -inf - -inf is no number
+        totals = totals * tl.exp(before - at) + tl.exp(x - at)
         before_it |= ((x == chosen) & (column < target)).to(tl.int32)  # of equal logits, the first is named
     log_sum = largest + tl.log(tl.sum(totals, 0))
     tl.store(log_sums + row, log_sum)
@@ -73,6 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.sum(), right
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, slope: Tensor, _: Any) -> tuple[Tensor, None, None]:
         logits, targets, log_sums = ctx.saved_tensors
         rows, width = logits.shape

@@ -28,8 +28,8 @@ def _tanh_of(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _forward(x, bias, y, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = row[:, None].to(tl.int64) * width + column[None, :]
     inside = (row[:, None] < rows) & (column[None, :] < width)
     z = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -63,7 +63,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     y = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
-    grid = (triton.cdiv(width, COLUMNS), triton.cdiv(rows, ROWS))
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))  # of the second a GPU takes 65,535 at most
     wrap_triton(_forward)[grid](x, bias, y, rows, width, ROWS, COLUMNS, num_warps=WARPS)
     return y
 
@@ -75,7 +75,7 @@ def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     dx = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
-    groups = min(GROUPS, triton.cdiv(rows, ROWS))
+    groups = max(1, min(GROUPS, triton.cdiv(rows, ROWS)))
     sums = torch.empty(groups, width, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(width, COLUMNS), groups)
     group = triton.cdiv(rows, groups)
