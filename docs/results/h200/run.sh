@@ -1,5 +1,5 @@
 #!/bin/bash
-# All results of this folder, on one GPU that ranks share: bash docs/results/h200/run.sh OUT [part ...]
+# Measure one GPU, which ranks share, with everything: bash docs/results/h200/run.sh OUT [part ...]
 # Parts: tests verify train comm scaling profile knobs gpt2. Without any, all of them, one after the other.
 set -u
 out=${1:?usage: run.sh OUT [part ...]}

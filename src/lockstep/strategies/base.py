@@ -93,7 +93,9 @@ class Strategy(ABC):
         return nullcontext()
 
     def no_gradient_sync(self) -> AbstractContextManager[None]:
-        """Around a micro-batch whose gradients are to stay this rank's own."""
+        """Around a micro-batch whose gradients are to be looked at and dropped: this rank's own, where an engine gives
+        them away.
+        """
         return self.gradient_sync(last=False)
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +73,17 @@ class ToHost:
         return values
 
 
+class Numbers(NamedTuple):
+    """What the host wants to know of a step."""
+
+    loss_sum: float
+    correct: float
+    targets: float
+    stops: float
+    """Ranks that were asked to stop."""
+    grad_norm: float
+
+
 @dataclass
 class StepResult:
     """What one step did, on its way until somebody reads it."""
@@ -80,7 +92,7 @@ class StepResult:
     grad_norm: Tensor
     stepped: bool | None
     """None: the optimizer has decided, on the device, by whether the norm is finite."""
-    _sent: ToHost | None = None
+    _sent: ToHost | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         sums, counts = self.totals.sums, self.totals.counts
@@ -88,33 +100,36 @@ class StepResult:
             self.totals.pending.wait()  # the stream waits, not the host
             self._sent = ToHost(torch.cat((sums, counts, self.grad_norm.to(sums).reshape(1))))
 
-    def _numbers(self) -> list[float]:
-        """[sum of losses, correct predictions, targets, ranks that were asked to stop, gradient norm]"""
+    def numbers(self) -> Numbers:
+        """Waits for them."""
         if self._sent is not None:
-            return self._sent.read()
+            return Numbers(*self._sent.read())
         self.totals.pending.wait()
-        return [*self.totals.sums.tolist(), *self.totals.counts.tolist(), float(self.grad_norm)]
+        (loss_sum, correct), (targets, stops) = self.totals.sums.tolist(), self.totals.counts.tolist()
+        return Numbers(loss_sum, correct, targets, stops, float(self.grad_norm))
 
     @property
     def loss(self) -> float:
         """Mean over the global batch."""
-        loss, _, count, *_ = self._numbers()
-        return loss / max(count, 1.0)
+        numbers = self.numbers()
+        return numbers.loss_sum / max(numbers.targets, 1.0)
 
     @property
     def accuracy(self) -> float:
-        _, correct, count, *_ = self._numbers()
-        return correct / max(count, 1.0)
+        numbers = self.numbers()
+        return numbers.correct / max(numbers.targets, 1.0)
 
     @property
     def skipped(self) -> bool:
         """The loss or a gradient was not finite on some rank: no rank has moved its weights."""
-        return not (isfinite(self._numbers()[4]) if self.stepped is None else self.stepped)
+        return not (isfinite(self.numbers().grad_norm) if self.stepped is None else self.stepped)
 
     @property
     def stop(self) -> bool:
         """Some rank was asked to stop before this step began; all ranks know it at the same step."""
-        return float(self.totals.counts[1] if self._sent is None else self._numbers()[3]) > 0
+        if self._sent is None:
+            return bool(self.totals.counts[1] > 0)  # there before backward began; the loss may be on its way still
+        return self.numbers().stops > 0
 
 
 @dataclass
