@@ -222,6 +222,22 @@ def test_fp16_finds_its_loss_scale(runs: list[dict[str, Any]]) -> None:
     assert runs[0]["overflow"] == runs[1]["overflow"]
 
 
+def test_who_is_asked_to_stop_while_it_evaluates_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SIGTERM does; what was trained is saved."""
+    whole = Strategy.evaluate
+
+    def asked(strategy: Strategy, batch: Batch) -> Tensor:
+        strategy.stop_requested = True
+        return whole(strategy, batch)
+
+    monkeypatch.setattr(Strategy, "evaluate", asked)
+    monkeypatch.setattr("lockstep.training.loop.EVALUATION_BATCH", 16)
+    result = train(World(), short(steps=2), tmp_path, quiet=True)
+    assert result.stopped
+    assert result.test_loss != result.test_loss
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+
+
 def test_ten_bad_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     config = short(lr=float("inf"), steps=None, epochs=3, schedule="constant")
     with pytest.raises(UserError, match=r"10 steps in a row.*rank 0: weight .*lower train\.lr"):

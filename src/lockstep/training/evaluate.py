@@ -1,6 +1,9 @@
 """How good the model is on data that it has not seen, each rank computing its share."""
 
+from math import nan
+
 import torch
+import torch.distributed as dist
 
 from lockstep.comm.collectives import all_reduce
 from lockstep.data import Sampler, Split, read_share
@@ -9,16 +12,30 @@ from lockstep.strategies import Strategy
 EVALUATION_BATCH = 512
 
 
-def evaluate(strategy: Strategy, split: Split) -> tuple[float, float]:
-    """(mean loss, accuracy) over `split`."""
+def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATCH) -> tuple[float, float]:
+    """(mean loss, accuracy) over `split`; not numbers if some rank was asked to stop meanwhile."""
     share = strategy.batch_share()
     sums = torch.zeros(3, dtype=torch.float64, device=strategy.world.device)
     strategy.synchronize_buffers()
     strategy.model.eval()
-    for indices in Sampler(len(split), EVALUATION_BATCH, shuffle=False).epoch(0):
+    stopped = False
+    for indices in Sampler(len(split), batch_size, shuffle=False).epoch(0):
+        stopped = any_rank_stops(strategy)
+        if stopped:
+            break
         sums += strategy.evaluate(read_share(split, indices, share))
     strategy.model.train()
+    if stopped:
+        return nan, nan
     if share.count > 1:
         all_reduce(sums, purpose="evaluation")
     loss, correct, count = sums.tolist()
     return loss / max(count, 1.0), correct / max(count, 1.0)
+
+
+def any_rank_stops(strategy: Strategy) -> bool:
+    """All ranks leave at the same batch: forward itself may communicate."""
+    if strategy.batch_share().count == 1:
+        return strategy.stop_requested
+    flag = torch.tensor(float(strategy.stop_requested), device=strategy.world.device)
+    return bool(all_reduce(flag, dist.ReduceOp.MAX, strategy.data_group, purpose="evaluation") > 0)

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lockstep.record import Record
 from lockstep.strategies import StepResult, Strategy
 from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, check_same_course
-from lockstep.training.evaluate import evaluate
+from lockstep.training.evaluate import EVALUATION_BATCH, any_rank_stops, evaluate
 from lockstep.training.manifest import MANIFEST
 from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
 from lockstep.training.optimizer import learning_rate
@@ -276,7 +277,12 @@ class Run:
 
     def _evaluate(self, epoch: int) -> tuple[float, float]:
         """Mean loss and accuracy over the whole test set, each rank computing its share."""
-        loss, accuracy = evaluate(self.strategy, self.dataset.test)
+        train = self.config.train
+        fits = max(1, train.batch_size // train.accumulation) if self.is_gpt else EVALUATION_BATCH  # logits are large
+        loss, accuracy = evaluate(self.strategy, self.dataset.test, fits)
+        if isnan(loss) and any_rank_stops(self.strategy):
+            self.stopped = True
+            return loss, accuracy
         values = {"epoch": epoch, "loss": loss}
         words = f"loss {loss:.4f}"
         if self.dataset.spec.kind != "regression":
