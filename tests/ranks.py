@@ -8,8 +8,13 @@ from lockstep.launch import Launch, run_on_ranks
 
 
 def on_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """`function(world, *args)` on `nproc` CPU ranks. Functions must live at the top of a test module."""
-    return run_on_ranks(function, *args, launch=Launch(nproc=nproc, device="cpu", timeout=timeout))
+    """`function(world, *args)` on `nproc` CPU ranks. Functions must live at the top of a test module.
+
+    The ranks are forks of a server that has torch imported, which saves seconds each time; those of commands, and of
+    `test_launch.py`, start afresh.
+    """
+    launch = Launch(nproc=nproc, device="cpu", timeout=timeout)
+    return run_on_ranks(function, *args, launch=launch, start_method="forkserver")
 
 
 def left_in_shm() -> set[str]:

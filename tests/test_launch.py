@@ -7,7 +7,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +19,6 @@ import torch.distributed as dist
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, _first_host, _tasks_on_this_node, run_on_ranks
 from lockstep.world import ParallelDims, World, choose_device, share_gpu_environment
-from tests.ranks import on_ranks
 
 SCRIPT = textwrap.dedent(
     """
@@ -58,6 +59,11 @@ def fail_on_rank_1(world: World, how: str) -> None:
 
 def threads_and_device(world: World) -> tuple[int, str, str]:
     return torch.get_num_threads(), world.device.type, world.backend
+
+
+def on_ranks(function: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
+    """Started afresh, as commands do."""
+    return run_on_ranks(function, *args, launch=Launch(nproc=nproc, device="cpu", timeout=60))
 
 
 def children() -> list[psutil.Process]:

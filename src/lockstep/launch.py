@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep.errors import RankError, UserError
-from lockstep.rank import rank_main
+from lockstep.rank import StartMethod, rank_main
 from lockstep.world import DeviceChoice, World, choose_device, join_world
 
 
@@ -49,10 +49,17 @@ class Launch:
     """Seconds after which a missing or silent rank is an error."""
 
 
-def run_on_ranks(function: Callable[..., Any], *args: Any, launch: Launch, default_nproc: int = 1) -> list[Any]:
+def run_on_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    launch: Launch,
+    default_nproc: int = 1,
+    start_method: StartMethod = "spawn",
+) -> list[Any]:
     """Run `function(world, *args)` on every rank; return the results of this machine's ranks in rank order.
 
-    Under torchrun or srun this process is one rank, and the list holds its own result only.
+    Under torchrun or srun this process is one rank, and the list holds its own result only. `start_method`: see
+    `rank.py`.
     """
     if adopt_environment():
         size = int(os.environ["WORLD_SIZE"])
@@ -70,11 +77,11 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, launch: Launch, defau
     if not chosen and 0 < torch.cuda.device_count() < nproc:
         print(f"{nproc} ranks on the CPU: there are fewer GPUs here (--share-gpu lets ranks share one)")
         launch = replace(launch, device="cpu")
-    device = choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
+    choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
     if nproc == 1:
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
-    return _start_ranks(function, args, launch, nproc, "forkserver" if device.type == "cpu" else "spawn")
+    return _start_ranks(function, args, launch, nproc, start_method)
 
 
 def available_cores() -> int:
@@ -134,7 +141,7 @@ def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launc
 
 
 def _start_ranks(
-    function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int, start_method: str
+    function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int, start_method: StartMethod
 ) -> list[Any]:
     """One elastic agent, `nproc` ranks on loopback."""
     for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we tell the failure ourselves
@@ -170,7 +177,8 @@ def _start_ranks(
         )
         try:
             with _passing_on_sigterm() as received:
-                results = elastic_launch(config, rank_main)(function, args, launch, dict(os.environ))
+                start = elastic_launch(config, rank_main)
+                results = start(function, args, launch, os.getpid(), start_method, dict(os.environ))
         except ChildFailedError as error:
             if received:
                 raise KeyboardInterrupt("SIGTERM: all ranks were ended") from None
@@ -185,7 +193,7 @@ def _start_ranks(
 
 
 def _start_server() -> None:
-    """The process that CPU ranks are forks of, once for all launches; it imports what we have imported of ours."""
+    """The process that ranks are forks of, once for all launches; it imports what we have imported of ours."""
     imported = sorted(name for name in sys.modules if name.startswith("lockstep.") and not name.endswith("__main__"))
     multiprocessing.set_forkserver_preload(["lockstep.rank", *imported])
     forkserver.ensure_running()

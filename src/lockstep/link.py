@@ -12,7 +12,6 @@ Nothing is made outside the namespaces, and these have no name: they live as lon
 die with this one, however it ends. So there is nothing to clean up, after a crash either.
 """
 
-import ctypes
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from typing import IO
 
 from lockstep.errors import UserError
 from lockstep.launch import FOLDER_PREFIX, available_cores
+from lockstep.rank import die_with_parent
 from lockstep.relay import Relay
 
 NODES = 2
@@ -264,11 +264,3 @@ def without_flag(argv: list[str], *flags: str) -> list[str]:
         elif not any(word.startswith(f"{flag}=") for flag in flags):
             kept.append(word)
     return kept
-
-
-def die_with_parent(parent: int) -> None:
-    """Linux sends us SIGKILL when the parent ends, however it ends."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before we asked
-        sys.exit("the launcher is gone")

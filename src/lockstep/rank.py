@@ -1,16 +1,19 @@
 """The life of one rank that we have started ourselves.
 
-CPU ranks are forks of a server process that has imported this module, and with it torch: that takes seconds, which
-four ranks on two cores would pay twice over. The server does nothing else, so there is no thread and no lock that a
-fork could break. GPU ranks start afresh: a driver that the server had only looked at would be of no use to them.
+A rank starts afresh (`spawn`), as a program of its own would. A process that launches again and again, and changes
+nothing about itself in between, as a test suite does, may have its ranks forked from a server that has imported torch
+(`forkserver`): that saves seconds each time. The fork has the server's streams, limits and import path, not the
+launcher's present ones, which is why commands do not use it.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,31 +22,52 @@ from lockstep.world import join_world
 if TYPE_CHECKING:
     from lockstep.launch import Launch
 
-_BEFORE = dict(os.environ)
-"""Of the server, or of a rank that started afresh, before the agent has told it who it is."""
+StartMethod = Literal["spawn", "forkserver"]
+_AT_IMPORT = dict(os.environ)
+"""Of the server, if this is one of its forks: before the agent has told the rank who it is."""
 
 
 def rank_main(
-    function: Callable[..., Any], args: tuple[Any, ...], launch: "Launch", environment: dict[str, str]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    launch: "Launch",
+    launcher: int,
+    start_method: StartMethod,
+    environment: dict[str, str],
 ) -> Any:
     """What the agent calls (it wraps it in `@record` itself)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective, and silently
-    threading.Thread(target=end_with_launcher, daemon=True).start()
-    take_over(environment)
+    if start_method == "forkserver":
+        become_a_rank_of_now(environment)
+    else:
+        die_with_parent(launcher)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
         return function(world, *args)
 
 
-def take_over(environment: dict[str, str]) -> None:
-    """The launcher's environment as it is now (the server knows an older one), with what the agent has set."""
-    by_the_agent = {name: value for name, value in os.environ.items() if _BEFORE.get(name) != value}
+def die_with_parent(parent: int) -> None:
+    """Leave no orphan when the parent itself is killed: Linux sends us SIGKILL then."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before we asked
+            sys.exit("the launcher is gone")
+
+
+# ---- forks of the server ------------------------------------------------------------------------------------
+
+
+def become_a_rank_of_now(environment: dict[str, str]) -> None:
+    """A fork knows the environment, and the random numbers, of the server's start."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    by_the_agent = {name: value for name, value in os.environ.items() if _AT_IMPORT.get(name) != value}
     os.environ.clear()
     os.environ.update(environment | by_the_agent)
+    torch.seed()
 
 
-def end_with_launcher() -> None:
-    """Leave no orphan when the launcher itself is killed. (It need not be our parent: that may be the server.)"""
+def _end_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a rank is started by multiprocessing"
     launcher.join()
