@@ -137,8 +137,9 @@ class Strategy(ABC):
             mine = isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults.get("fused"))
             tensors = any(p.numel() for group in optimizer.param_groups for p in group["params"])
             # Parts of a small model may be nothing on some ranks: these go with the others.
-            votes = set(all_gather_objects(mine if tensors else None, self.data_group)) - {None}
-            self._fused = votes == {True}
+            vote = mine if tensors else None
+            votes = all_gather_objects(vote, self.data_group) if self.world.size > 1 else [vote]
+            self._fused = set(votes) - {None} == {True}
         return self._fused and self.loss_scale is None
 
     # ---- the ordinary step ---------------------------------------------------------------------------------
