@@ -89,7 +89,9 @@ def _train(
             losses.append(result.loss)
             progress.advance(task)
     strategy.finish()
-    _, accuracy = evaluate(strategy, dataset.test)
+    found = evaluate(strategy, dataset.test)
+    assert found is not None, "nobody asks a demo to stop"
+    _, accuracy = found
     progress.update(task, status=f"test accuracy {accuracy:.1%}")
     timing.timelines = [timeline(strategy)]
     row = DemoRow(timing, world.size, accuracy, strategy.equal_to_one_process, losses=losses)

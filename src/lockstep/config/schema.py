@@ -68,7 +68,7 @@ class GPT:
     """The output head shares the token embedding's weight."""
     dropout: float = 0.0
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """The kernel of the attention; auto: PyTorch's choice. cudnn and efficient are for GPUs."""
+    """The kernel of the attention; auto: PyTorch's choice. flash, cudnn and efficient are for GPUs."""
     residual: Literal["fp32", "compute"] = "fp32"
     """Under bf16 or fp16, what the blocks' outputs are added up in: fp32, or the precision that they compute in (zero3
     and fsdp always take the latter)."""

@@ -62,7 +62,7 @@ def diagnose(
     # Kernels of several streams overlap; operations of the one thread that we look at on a CPU do not.
     mine = [(e["ts"], e["ts"] + e["dur"]) for e in ops]
     busy = sum(covered(mine, a, b) for a, b in spans) if on_gpu else sum(times.values())
-    for_others = sum(covered([*mine, *(others or [])], a, b) for a, b in spans) - busy if others else 0.0
+    for_others = sum(covered([*mine, *others], a, b) for a, b in spans) - busy if others else 0.0
     network = min(1e3 * exposed_ms * len(steps), total)
     busy = max(0.0, min(busy, total - network))
     computing, moving = busy * matrix, busy * (1 - matrix)

@@ -163,7 +163,7 @@ def _bench_scaling(made: Section, result: dict[str, Any]) -> None:
         *(("mode", "mode"), ("ranks", "ranks"), ("batch_size", "global batch"), ("step_ms", "step, ms")),
         *(("samples_per_s", "samples/s"), ("speedup", "speed-up"), ("efficiency", "efficiency")),
         *(("ideal_ms", "ideal, ms"), ("communication_ms", "communication, ms"), ("imbalance_ms", "imbalance, ms")),
-        *(("cores_ms", "shared cores, ms"), ("other_ms", "other, ms")),
+        *(("cores_ms", "shared cores or GPUs, ms"), ("other_ms", "other, ms")),
     ]
     made.sentences += result.get("sentences", [])
     made.tables.append(Table("scaling", "Scaling", columns, rows))
@@ -177,7 +177,7 @@ def _bench_scaling(made: Section, result: dict[str, Any]) -> None:
         curves.append(line(f"Amdahl, {serial:.1%} serial", sizes, law, dashed=True))
     made.charts.append(lines("Speed-up", "ranks", "over one rank", curves, points=True))
     parts = ("ideal", "communication", "imbalance", "cores", "other")
-    names = {"imbalance": "load imbalance", "cores": "shared cores"}
+    names = {"imbalance": "load imbalance", "cores": "shared cores or GPUs"}
     made.charts.append(
         bars(
             "Where the time of a step goes",

@@ -237,19 +237,16 @@ class Strategy(ABC):
         if self.loss_scale is not None:
             self._scale_gradients(torch.tensor(1.0 / self.loss_scale.scale))
         norm = self.gradient_norm()
-        if self.skips_on_device():
+        applied = None if self.skips_on_device() else self.agree_finite(bool(norm.isfinite()))
+        if applied is None:
             optimizer: Any = self.local_optimizer
             optimizer.found_inf = (~norm.isfinite()).float()  # how torch's own gradient scaler tells it
-            if self.options.clip_norm is not None:
-                self.clip_gradients(norm, self.options.clip_norm)
-            self.optimizer.step()
-            return norm, None
-        applied = self.agree_finite(bool(norm.isfinite()))
-        if applied:
+        if applied is not False:
             if self.options.clip_norm is not None:
                 self.clip_gradients(norm, self.options.clip_norm)
             self.optimizer.step()
         if self.loss_scale is not None:  # on a skipped step all ranks halve it alike, whoever overflowed
+            assert applied is not None, "with a loss scale the host decides"
             self.loss_scale.update(applied)
         return norm, applied
 

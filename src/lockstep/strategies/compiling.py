@@ -38,8 +38,9 @@ def compile_blocks(model: nn.Module, options: StepOptions) -> None:
 
 
 def inductor_options(options: StepOptions) -> dict[str, Any]:
-    """Matrix products are not tuned: cuBLAS's own were the fastest for every shape that we tried. CUDA graphs are not
-    made: they would move the gradients that hooks have taken hold of.
+    """Matrix products are not tuned: cuBLAS's own were the fastest for the eight shapes of GPT-2 xl that we tried.
+
+    CUDA graphs are not made: they would move the gradients that hooks have taken hold of.
     """
     tuned = options.compile_mode == "tuned"
     return {"max_autotune_pointwise": True, "coordinate_descent_tuning": True} if tuned else {}

@@ -100,7 +100,7 @@ class DeepSpeed(Strategy):
         if not last:
             self.engine.step()  # counts the micro-batch
 
-    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool | None]:
+    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool]:
         if not isfinite(totals.read()[0]):
             raise UserError(
                 "the loss is not finite, and DeepSpeed cannot drop a step that has begun; lower train.lr, set "

@@ -1,7 +1,5 @@
 """How good the model is on data that it has not seen, each rank computing its share."""
 
-from math import nan
-
 import torch
 import torch.distributed as dist
 
@@ -12,8 +10,8 @@ from lockstep.strategies import Strategy
 EVALUATION_BATCH = 512
 
 
-def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATCH) -> tuple[float, float]:
-    """(mean loss, accuracy) over `split`; not numbers if some rank was asked to stop meanwhile."""
+def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATCH) -> tuple[float, float] | None:
+    """(mean loss, accuracy) over `split`; None if some rank was asked to stop meanwhile."""
     share = strategy.batch_share()
     sums = torch.zeros(3, dtype=torch.float64, device=strategy.world.device)
     strategy.synchronize_buffers()
@@ -26,7 +24,7 @@ def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATC
         sums += strategy.evaluate(read_share(split, indices, share))
     strategy.model.train()
     if stopped:
-        return nan, nan
+        return None
     if share.count > 1:
         all_reduce(sums, purpose="evaluation")
     loss, correct, count = sums.tolist()

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from math import isnan
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lockstep.record import Record
 from lockstep.strategies import StepResult, Strategy
 from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, check_same_course
-from lockstep.training.evaluate import EVALUATION_BATCH, any_rank_stops, evaluate
+from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
 from lockstep.training.manifest import MANIFEST
 from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
 from lockstep.training.optimizer import learning_rate
@@ -128,7 +128,7 @@ class Run:
                 if every and epoch % every == 0 and self.steps_done < self.total_steps and not self.stopped:
                     self._evaluate(epoch)
         if self.stopped:
-            test_loss = test_accuracy = float("nan")
+            test_loss = test_accuracy = nan
         else:
             self.strategy.finish()
             test_loss, test_accuracy = self._evaluate(epoch)
@@ -279,10 +279,11 @@ class Run:
         """Mean loss and accuracy over the whole test set, each rank computing its share."""
         train = self.config.train
         fits = max(1, train.batch_size // train.accumulation) if self.is_gpt else EVALUATION_BATCH  # logits are large
-        loss, accuracy = evaluate(self.strategy, self.dataset.test, fits)
-        if isnan(loss) and any_rank_stops(self.strategy):
+        found = evaluate(self.strategy, self.dataset.test, fits)
+        if found is None:
             self.stopped = True
-            return loss, accuracy
+            return nan, nan
+        loss, accuracy = found
         values = {"epoch": epoch, "loss": loss}
         words = f"loss {loss:.4f}"
         if self.dataset.spec.kind != "regression":
