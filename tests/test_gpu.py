@@ -67,7 +67,7 @@ def test_compile_on_a_gpu() -> None:
     config = short_gpt("bucketed", "none", "bf16")
     config.model.vocabulary = 1024  # type: ignore[union-attr]  # enough for our own cross entropy
     plain = on_gpu(train, 1, config, None, True)[0].losses
-    config.train.compile, config.train.compile_mode = "blocks", "tuned"
+    config.train.compile = "blocks"
     config.model.own_gelu, config.model.residual = True, "compute"  # type: ignore[union-attr]
     for name in ("bucketed", "zero3", "fsdp"):
         config.parallel = strategy_named(name)

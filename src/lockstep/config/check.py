@@ -57,5 +57,3 @@ def check_ranges(config: Config) -> None:
             if number is not None and not (low <= number and (high is None or number <= high)):
                 allowed = f"{low:g} or more" if high is None else f"from {low:g} to {high:g}"
                 raise UserError(f"{key} is {value}, but it must be {allowed}")
-    if config.train.compile_mode != "default" and config.train.compile == "none":
-        raise UserError(f"train.compile_mode {config.train.compile_mode} needs train.compile blocks or model")

@@ -134,8 +134,6 @@ class Train:
     compile: Literal["none", "blocks", "model"] = "none"
     """torch.compile of the loss and of each block by itself (once for all that are alike; gradients still leave block
     by block), or of the whole model as one (for one rank; zero3 and fsdp take blocks in any case)."""
-    compile_mode: Literal["default", "tuned"] = "default"
-    """tuned tries several forms of each fused kernel before the first step."""
     recompute: Literal["none", "full", "every", "attention"] = "none"
     """Activation checkpointing: every block, each `recompute_every`-th block, or attention only."""
     recompute_every: int = 2

@@ -29,7 +29,6 @@ class StepOptions:
     precision: str = "fp32"
     compile: str = "none"
     """Or blocks, or model: what torch.compile is to take as one."""
-    compile_mode: str = "default"
     batch_size: int | None = None
     """Of the global batch, where it is known beforehand."""
     example: Tensor | None = None

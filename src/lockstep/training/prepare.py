@@ -31,7 +31,6 @@ def step_options(config: Config, dataset: DataSet) -> StepOptions:
         clip_norm=train.clip_norm,
         precision=train.precision,
         compile=train.compile,
-        compile_mode=train.compile_mode,
         batch_size=train.batch_size,
         example=dataset.train.batch(torch.zeros(1, dtype=torch.long)).inputs,
         save_trained_only=config.lora.rank > 0,

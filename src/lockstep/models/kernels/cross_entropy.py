@@ -3,9 +3,9 @@
 A batch of 32 x 1024 tokens has 3.3 GB of logits over GPT-2's vocabulary, so what the loss costs is how often they are
 read and written. Here forward reads them once, and backward reads them once and writes their gradient:
 
-    forward     one program per token runs over its row in pieces, with a running maximum m and a running sum of
-                exp(x - m), rescaled whenever m grows. It keeps log sum exp(x), and finds out on the way whether the
-                target is what the row names
+    forward     one program per token runs over its row. Each lane has a running maximum m of its own and a running sum
+                of exp(x - m), rescaled whenever m grows; only in the end do the lanes meet. That gives log sum exp(x),
+                and on the way it is found out whether the target is what the row names
     backward    d loss / d x = softmax(x) - [x is the target's] = exp(x - log sum exp) - [...]
 
 All arithmetic is in fp32, whatever the logits are kept in.
@@ -19,33 +19,37 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-FORWARD = (2048, 4)
-BACKWARD = (4096, 8)
-"""Elements of a row that a program holds at a time, and warps that share them: 16 for each thread, so that several
-programs fit on a multiprocessor and one computes while another loads. (Not timed against other choices.)"""
+FORWARD = (4, 512, 2)
+"""Columns that a lane takes at a time, lanes, warps."""
+BACKWARD = (2048, 8)
+"""Columns of a program, warps."""
 
 
 @triton.jit
-def _forward(logits, targets, losses, log_sums, correct, width, ignored, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _forward(logits, targets, losses, log_sums, correct, width, ignored, DEEP: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     target = tl.load(targets + row)
     counts = target != ignored
     chosen = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
-    largest = -float("inf")
-    totals = tl.zeros((PIECE,), tl.float32)
-    before_it = tl.zeros((PIECE,), tl.int32)
-    for start in range(0, width, PIECE):
-        column = start + tl.arange(0, PIECE)
+    column = tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    largest = tl.full((LANES,), -float("inf"), tl.float32)
+    totals = tl.zeros((LANES,), tl.float32)
+    before_it = tl.zeros((DEEP, LANES), tl.int1)
+    for _ in range(0, width, DEEP * LANES):
         x = tl.load(logits + column, mask=column < width, other=-float("inf")).to(tl.float32)
         before, largest = largest, tl.maximum(largest, tl.max(x, 0))
         at = tl.where(largest == -float("inf"), 0.0, largest)  # -inf - -inf is no number
-        totals = totals * tl.exp(before - at) + tl.exp(x - at)
-        before_it |= ((x == chosen) & (column < target)).to(tl.int32)  # of equal logits, the first is named
-    log_sum = largest + tl.log(tl.sum(totals, 0))
+        totals = totals * tl.exp(before - at) + tl.sum(tl.exp(x - at[None, :]), 0)
+        before_it |= (x == chosen) & (column < target)  # of equal logits, the first is named
+        column += DEEP * LANES
+    highest = tl.max(largest, 0)
+    at = tl.where(highest == -float("inf"), 0.0, highest)
+    log_sum = highest + tl.log(tl.sum(totals * tl.exp(largest - at), 0))
     tl.store(log_sums + row, log_sum)
     tl.store(losses + row, tl.where(counts, log_sum - chosen, 0.0))
-    tl.store(correct + row, (counts & (chosen == largest) & (tl.max(before_it, 0) == 0)).to(tl.int32))
+    is_first = tl.max(tl.max(before_it.to(tl.int32), 0), 0) == 0
+    tl.store(correct + row, (counts & (chosen == highest) & is_first).to(tl.int32))
 
 
 @triton.jit
@@ -67,8 +71,8 @@ class _CrossEntropy(torch.autograd.Function):
         rows, width = logits.shape
         losses, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
         correct = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        piece, warps = FORWARD
-        _forward[(rows,)](logits, targets, losses, log_sums, correct, width, ignored, piece, num_warps=warps)
+        deep, lanes, warps = FORWARD
+        _forward[(rows,)](logits, targets, losses, log_sums, correct, width, ignored, deep, lanes, num_warps=warps)
         ctx.save_for_backward(logits, targets, log_sums)
         ctx.ignored = ignored
         right = correct.sum()

@@ -5,7 +5,8 @@ the elementwise part by itself, but then reads x and the incoming gradient once 
 one backward pass does both: each program takes some columns and a group of rows, writes their gradient, and adds up its
 columns on the way; the groups' sums are added in the end.
 
-    gelu(z) = z/2 (1 + t),  t = tanh(a (z + 0.044715 z^3)),  a = sqrt(2 / pi) = 0.79788456
+    gelu(z) = z s,  s = sigmoid(2 a (z + 0.044715 z^3)),  a = sqrt(2 / pi) = 0.79788456
+    gelu'(z) = s (1 + z (1 - s) 2 a (1 + 3 * 0.044715 z^2))
 """
 
 import torch
@@ -14,16 +15,17 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-ROWS, COLUMNS, WARPS = 8, 512, 8
-"""Of the piece that a program holds at a time: 16 elements for each of its threads."""
+FORWARD = (8, 512, 8)
+"""Rows and columns that a program holds at a time, warps."""
+BACKWARD = (16, 256, 8)
 GROUPS = 128
 """Into which backward cuts the rows."""
 
 
 @triton.jit
-def _tanh_of(z):  # type: ignore[no-untyped-def]
-    """The t of gelu(z); tanh(u) = 2 sigmoid(2 u) - 1."""
-    return 2 * tl.sigmoid(2 * 0.7978845608028654 * (z + 0.044715 * z * z * z)) - 1
+def _sigmoid_of(z):  # type: ignore[no-untyped-def]
+    """The s of gelu(z)."""
+    return tl.sigmoid(2 * 0.7978845608028654 * z * (1 + 0.044715 * z * z))
 
 
 @triton.jit
@@ -34,26 +36,26 @@ def _forward(x, bias, y, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
     inside = (row[:, None] < rows) & (column[None, :] < width)
     z = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     z += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + place, 0.5 * z * (1 + _tanh_of(z)), mask=inside)
+    tl.store(y + place, z * _sigmoid_of(z), mask=inside)
 
 
 @triton.jit
 def _backward(x, bias, dy, dx, sums, rows, width, group, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    total = tl.zeros((COLUMNS,), tl.float32)
+    totals = tl.zeros((ROWS, COLUMNS), tl.float32)  # each thread adds up its own; they meet once, in the end
     first = tl.program_id(1) * group
     for start in range(0, group, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row[:, None] < group) & (first + row[:, None] < rows) & (column[None, :] < width)
         place = (first + row)[:, None].to(tl.int64) * width + column[None, :]
         z = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + b
-        t = _tanh_of(z)
-        slope = 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z)
-        gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32) * slope
-        tl.store(dx + place, gradient, mask=inside)
-        total += tl.sum(gradient, 0)
-    tl.store(sums + tl.program_id(1) * width + column, total, mask=column < width)
+        incoming = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        s = _sigmoid_of(z)
+        slope = s * (1 + z * (1 - s) * 2 * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z))
+        tl.store(dx + place, incoming * slope, mask=inside)
+        totals += incoming * slope
+    tl.store(sums + tl.program_id(1) * width + column, tl.sum(totals, 0), mask=column < width)
 
 
 @triton_op("lockstep::bias_gelu", mutates_args=())
@@ -63,8 +65,9 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     y = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))  # of the second a GPU takes 65,535 at most
-    wrap_triton(_forward)[grid](x, bias, y, rows, width, ROWS, COLUMNS, num_warps=WARPS)
+    high, wide, warps = FORWARD
+    grid = (triton.cdiv(rows, high), triton.cdiv(width, wide))  # of the second a GPU takes 65,535 at most
+    wrap_triton(_forward)[grid](x, bias, y, rows, width, high, wide, num_warps=warps)
     return y
 
 
@@ -75,11 +78,12 @@ def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     dx = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
-    groups = max(1, min(GROUPS, triton.cdiv(rows, ROWS)))
+    high, wide, warps = BACKWARD
+    groups = max(1, min(GROUPS, triton.cdiv(rows, high)))
     sums = torch.empty(groups, width, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(width, COLUMNS), groups)
+    grid = (triton.cdiv(width, wide), groups)
     group = triton.cdiv(rows, groups)
-    wrap_triton(_backward)[grid](x, bias, dy, dx, sums, rows, width, group, ROWS, COLUMNS, num_warps=WARPS)
+    wrap_triton(_backward)[grid](x, bias, dy, dx, sums, rows, width, group, high, wide, num_warps=warps)
     return dx, sums.sum(0).to(bias.dtype)
 
 
