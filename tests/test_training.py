@@ -294,10 +294,18 @@ def test_compile_trains_alike() -> None:
 
 def test_looking_a_step_later_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the host issues a step before it looks at the one before."""
-    at_once = train(World(), short(), quiet=True)
+    config = short(evaluate_every=1, batch_size=500, log_every=2)
+    at_once = train(World(), config, tmp_path / "at_once", quiet=True)
     monkeypatch.setattr("lockstep.training.loop.steps_ahead", lambda _: 1)
-    later = train(World(), short(), quiet=True)
+    later = train(World(), config, tmp_path / "later", quiet=True)
     assert (later.losses, later.steps) == (at_once.losses, at_once.steps)
+    timeless = {"kind", "step", "epoch", "loss", "lr", "accuracy", "grad_norm"}
+    records = [
+        [{k: v for k, v in json.loads(line).items() if k in timeless} for line in lines]
+        for lines in ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("at_once", "later"))
+    ]
+    assert records[0] == records[1]
+    assert [r["kind"] for r in records[0]].count("test") > 1
     config = short(lr=float("inf"), steps=None, epochs=3, schedule="constant")
     with pytest.raises(UserError, match=r"10 steps in a row, up to step 11 "):
         train(World(), config, tmp_path, quiet=True)

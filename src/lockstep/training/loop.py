@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from math import nan
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from lockstep.comm.ledger import Ledger
 from lockstep.config import GPT, Config, check_ranges, save_config
 from lockstep.data import Batch, DataSet, Sampler, read_share
 from lockstep.errors import UserError
 from lockstep.record import Record
 from lockstep.strategies import StepResult, Strategy
 from lockstep.strategies.nonfinite import locate_nonfinite
+from lockstep.strategies.step import Phases
 from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
 from lockstep.training.manifest import MANIFEST
@@ -83,6 +86,22 @@ def steps_ahead(device: torch.device) -> int:
     return 1 if device.type == "cuda" else 0
 
 
+@dataclass
+class Issued:
+    """A step that has been issued, and what is to be told of it when it is over."""
+
+    number: int
+    epoch: int
+    samples: int
+    """Of the global batch."""
+    batch: Batch
+    lr: float
+    data_seconds: float
+    result: StepResult
+    phases: Phases
+    ledger: Ledger
+
+
 class Run:
     """One training run, from the first step to the last evaluation."""
 
@@ -105,11 +124,12 @@ class Run:
         self.total_steps = config.train.steps or planned
         self.steps_done = 0
         self.skipped_in_a_row = 0
-        self.unseen: deque[tuple[int, StepResult, Batch]] = deque()
-        """Steps that have been issued, with their numbers, and not been looked at."""
+        self.unseen: deque[Issued] = deque()
+        """Steps that have been issued and not been looked at."""
         self.ahead = steps_ahead(world.device) if strategy.loss_scale is None else 0  # fp16's host waits in any case
         """How many there may be."""
         self.status = ""
+        self.bar = StatusBar(self.total_steps, self.console, quiet)
         self.losses: list[float] = []
         self.is_gpt = isinstance(config.model, GPT)
         self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.is_gpt else (0.0, "")
@@ -120,13 +140,16 @@ class Run:
         self._announce()
         start = time.perf_counter()
         epoch = self.steps_done // self.sampler.steps_per_epoch
-        with StatusBar(self.total_steps, self.console, self.quiet) as bar:
+        with self.bar:
             while self.steps_done < self.total_steps and not self.stopped:
-                self._train_epoch(epoch, bar)
+                self._train_epoch(epoch)
                 epoch += 1
                 every = self.config.train.evaluate_every
-                if every and epoch % every == 0 and self.steps_done < self.total_steps and not self.stopped:
-                    self._evaluate(epoch)
+                if every and epoch % every == 0 and self.steps_done < self.total_steps:
+                    self._look()
+                    if not self.stopped:
+                        self._evaluate(epoch)
+            self._look()
         if self.stopped:
             test_loss = test_accuracy = nan
         else:
@@ -199,7 +222,7 @@ class Run:
             peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
             self.console.print(f"MFU: matrix products of the model, of a peak of {peak}")
 
-    def _train_epoch(self, epoch: int, bar: StatusBar) -> None:
+    def _train_epoch(self, epoch: int) -> None:
         share = self.strategy.batch_share()
         self.strategy.model.train()
         for indices in self.sampler.epoch(epoch, self.steps_done - epoch * self.sampler.steps_per_epoch):
@@ -208,71 +231,72 @@ class Run:
             read_start = time.perf_counter()
             batch = read_share(self.dataset.train, indices, share)
             data_seconds = time.perf_counter() - read_start
-            self.strategy.set_learning_rate(learning_rate(self.config.train, self.steps_done, self.total_steps))
+            lr = learning_rate(self.config.train, self.steps_done, self.total_steps)
+            self.strategy.set_learning_rate(lr)
             result = self.strategy.step(batch)
             self.steps_done += 1
-            self._window_samples += len(indices)
-            self.unseen.append((self.steps_done, result, batch))
+            phases, ledger = copy(self.strategy.phases), copy(self.strategy.ledger)  # the next step begins new ones
+            self.unseen.append(
+                Issued(self.steps_done, epoch, len(indices), batch, lr, data_seconds, result, phases, ledger)
+            )
             self._look(self.ahead)
-            if self.steps_done % self.config.train.log_every == 0 or self.steps_done == self.total_steps:
-                self.status = self._log(epoch, result, data_seconds)
-                bar.show(self.steps_done, self.status)
-            else:
-                bar.show(self.steps_done)
+            self.bar.show(self.steps_done, self.status)
             every = self.config.checkpoint.every
             if every and self.steps_done % every == 0 and self.steps_done < self.total_steps and not self.stopped:
                 self._save()
             self._tell_problem()
-        self._look()
 
     def _look(self, leave: int = 0) -> None:
         """At the steps that have been issued, but for the last ones, whose results would have to be waited for."""
         while len(self.unseen) > leave:
-            number, result, batch = self.unseen.popleft()
-            self._guard(number, result, batch)
-            self.stopped = self.stopped or result.stop
+            step = self.unseen.popleft()
+            self._guard(step)
+            self.stopped = self.stopped or step.result.stop
+            self._window_samples += step.samples
+            if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
+                self.status = self._log(step)
 
-    def _log(self, epoch: int, result: StepResult, data_seconds: float) -> str:
+    def _log(self, step: Issued) -> str:
         """Write one record; return its short form for the progress bar. Every rank reads the loss: it is a sum."""
-        loss, accuracy = result.loss, result.accuracy
+        loss, accuracy = step.result.loss, step.result.accuracy
         self.losses.append(loss)
         now = time.perf_counter()
         samples_per_second = self._window_samples / (now - self._window_start)
         self._window_start, self._window_samples = now, 0
-        values: dict[str, Any] = {"epoch": epoch, "loss": loss, "lr": self.strategy.optimizer.param_groups[0]["lr"]}
+        values: dict[str, Any] = {"epoch": step.epoch, "loss": loss, "lr": step.lr}
         words = [f"loss {loss:.4f}"]
         if self.dataset.spec.kind != "regression":
             values["accuracy"] = accuracy
             words.append(f"acc {accuracy:.1%}")
-        values |= {"grad_norm": float(result.grad_norm), "samples_per_s": samples_per_second}
+        values |= {"grad_norm": step.result.numbers().grad_norm, "samples_per_s": samples_per_second}
         if self.is_gpt:
             values["tokens_per_s"] = samples_per_second * self.dataset.spec.shape[0]
             values["mfu"] = samples_per_second * self.strategy.flops_per_sample / (self.world.size * self.peak)
             words.append(f"{values['tokens_per_s']:,.0f} tokens/s  MFU {values['mfu']:.1%}")
         else:
             words.append(f"{samples_per_second:,.0f} samples/s")
-        breakdown = step_breakdown(self.strategy.phases, self.strategy.ledger, data_seconds)
+        breakdown = step_breakdown(step.phases, step.ledger, step.data_seconds)
         values |= breakdown
         words.append(" ".join(f"{name.removesuffix('_ms')} {ms:.1f}" for name, ms in breakdown.items()) + " ms")
-        self.metrics.write("train", self.steps_done, values)
+        self.metrics.write("train", step.number, values)
         return "  ".join(words)
 
-    def _guard(self, number: int, result: StepResult, batch: Batch) -> None:
+    def _guard(self, step: Issued) -> None:
         """All ranks have skipped a non-finite step together: say where it came from, and stop when it does not end."""
-        if not result.skipped:
+        if not step.result.skipped:
             self.skipped_in_a_row = 0
             return
         loss_scale = self.strategy.loss_scale
         if loss_scale is not None and loss_scale.scale >= 1.0:
             return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
         self.skipped_in_a_row += 1
-        where = locate_nonfinite(self.strategy, batch)
-        self.console.print(f"[yellow]step {number}: not finite, skipped on all ranks[/] ({where})")
-        self.metrics.write("skipped", number, {"where": where})
+        where = locate_nonfinite(self.strategy, step.batch)
+        self.console.print(f"[yellow]step {step.number}: not finite, skipped on all ranks[/] ({where})")
+        self.metrics.write("skipped", step.number, {"where": where})
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"loss or gradients were not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
-                f"{number} ({where}); lower train.lr or set train.clip_norm"
+                f"{step.number} ({where}); lower train.lr or set train.clip_norm"
             )
 
     def _evaluate(self, epoch: int) -> tuple[float, float]:

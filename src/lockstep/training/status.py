@@ -20,10 +20,9 @@ class StatusBar:
         drawn = console.is_terminal and not quiet
         self._live = Live(Group(self._bar, self._status), console=console) if drawn else nullcontext()
 
-    def show(self, completed: int, status: str | None = None) -> None:
+    def show(self, completed: int, status: str) -> None:
         self._bar.update(self._task, completed=completed)
-        if status is not None:
-            self._status.plain = status
+        self._status.plain = status
 
     def __enter__(self) -> "StatusBar":
         self._live.__enter__()

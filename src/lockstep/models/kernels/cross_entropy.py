@@ -3,9 +3,10 @@
 A batch of 32 x 1024 tokens has 3.3 GB of logits over GPT-2's vocabulary, so what the loss costs is how often they are
 read and written. Here forward reads them once, and backward reads them once and writes their gradient:
 
-    forward     one program per token runs over its row. Each lane has a running maximum m of its own and a running sum
-                of exp(x - m), rescaled whenever m grows; only in the end do the lanes meet. That gives log sum exp(x),
-                and on the way it is found out whether the target is what the row names
+    forward     one program per token runs over its row. Each thread takes 8 neighbours at a time, and has a running
+                maximum m and a running sum of exp(x - m), rescaled whenever m grows; the threads meet in the end.
+                That gives log sum exp(x). Where the target is the maximum, one more look at what stands before it: of
+                equal logits, the row names the first
     backward    d loss / d x = softmax(x) - [x is the target's] = exp(x - log sum exp) - [...]
 
 All arithmetic is in fp32, whatever the logits are kept in.
@@ -19,37 +20,51 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-FORWARD = (4, 512, 2)
-"""Columns that a lane takes at a time, lanes, warps."""
+FORWARD = (128, 4)
+"""Threads of a program, each with 8 elements of a row at a time; warps that these make."""
 BACKWARD = (2048, 8)
-"""Columns of a program, warps."""
+"""Elements of a row that a program holds, and warps that share them."""
 
 
 @triton.jit
-def _forward(logits, targets, losses, log_sums, correct, width, ignored, DEEP: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _fold(x, largest, totals):  # type: ignore[no-untyped-def]
+    """Some more logits for each thread, in units of log 2: into its maximum, and into its sum relative to that."""
+    before, largest = largest, tl.maximum(largest, tl.max(x, 1))
+    at = tl.where(largest == -float("inf"), 0.0, largest)  # -inf - -inf is no number
+    return largest, totals * tl.exp2(before - at) + tl.sum(tl.exp2(x - at[:, None]), 1)
+
+
+@triton.jit
+def _forward(logits, targets, losses, log_sums, correct, width, ignored, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     target = tl.load(targets + row)
     counts = target != ignored
     chosen = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
-    column = tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    largest = tl.full((LANES,), -float("inf"), tl.float32)
-    totals = tl.zeros((LANES,), tl.float32)
-    before_it = tl.zeros((DEEP, LANES), tl.int1)
-    for _ in range(0, width, DEEP * LANES):
-        x = tl.load(logits + column, mask=column < width, other=-float("inf")).to(tl.float32)
-        before, largest = largest, tl.maximum(largest, tl.max(x, 0))
-        at = tl.where(largest == -float("inf"), 0.0, largest)  # -inf - -inf is no number
-        totals = totals * tl.exp(before - at) + tl.sum(tl.exp(x - at[None, :]), 0)
-        before_it |= (x == chosen) & (column < target)  # of equal logits, the first is named
-        column += DEEP * LANES
+    column = 8 * tl.arange(0, THREADS)[:, None] + tl.arange(0, 8)[None, :]
+    largest = tl.full((THREADS,), -float("inf"), tl.float32)
+    totals = tl.zeros((THREADS,), tl.float32)
+    piece = 8 * THREADS
+    whole = width // piece * piece
+    for start in tl.range(0, whole, piece, loop_unroll_factor=2):  # two loads on their way
+        x = tl.load(logits + start + column).to(tl.float32)
+        largest, totals = _fold(1.4426950408889634 * x, largest, totals)
+    if whole < width:
+        x = tl.load(logits + whole + column, mask=whole + column < width, other=-float("inf")).to(tl.float32)
+        largest, totals = _fold(1.4426950408889634 * x, largest, totals)
     highest = tl.max(largest, 0)
     at = tl.where(highest == -float("inf"), 0.0, highest)
-    log_sum = highest + tl.log(tl.sum(totals * tl.exp(largest - at), 0))
+    log_sum = 0.6931471805599453 * (highest + tl.log2(tl.sum(totals * tl.exp2(largest - at), 0)))
     tl.store(log_sums + row, log_sum)
     tl.store(losses + row, tl.where(counts, log_sum - chosen, 0.0))
-    is_first = tl.max(tl.max(before_it.to(tl.int32), 0), 0) == 0
-    tl.store(correct + row, (counts & (chosen == highest) & is_first).to(tl.int32))
+    is_named = counts & (1.4426950408889634 * chosen == highest)
+    if is_named:
+        before_it = tl.zeros((THREADS, 8), tl.int32)
+        for first in range(0, target, piece):
+            x = tl.load(logits + first + column, mask=first + column < width, other=0.0).to(tl.float32)
+            before_it |= ((x == chosen) & (first + column < target)).to(tl.int32)
+        is_named = tl.max(tl.max(before_it, 1), 0) == 0
+    tl.store(correct + row, is_named.to(tl.int32))
 
 
 @triton.jit
@@ -71,8 +86,8 @@ class _CrossEntropy(torch.autograd.Function):
         rows, width = logits.shape
         losses, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
         correct = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        deep, lanes, warps = FORWARD
-        _forward[(rows,)](logits, targets, losses, log_sums, correct, width, ignored, deep, lanes, num_warps=warps)
+        threads, warps = FORWARD
+        _forward[(rows,)](logits, targets, losses, log_sums, correct, width, ignored, threads, num_warps=warps)
         ctx.save_for_backward(logits, targets, log_sums)
         ctx.ignored = ignored
         right = correct.sum()

@@ -15,9 +15,9 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-FORWARD = (8, 512, 8)
+FORWARD = (4, 512, 4)
 """Rows and columns that a program holds at a time, warps."""
-BACKWARD = (16, 256, 8)
+BACKWARD = (16, 128, 4)
 GROUPS = 128
 """Into which backward cuts the rows."""
 
