@@ -6,7 +6,7 @@ out=${1:?usage: run.sh OUT [part ...]}
 shift
 mkdir -p "$out"
 gpt="--model.name gpt --model.context 1024 --data.name synthetic --train.optimizer adamw --train.lr 1e-4 --train.precision bf16"
-small="$gpt --model.size small --train.batch-size 96 --data.samples 96"
+small="$gpt --model.size small --train.batch-size 64 --data.samples 64"
 medium="$gpt --model.size medium --train.batch-size 16 --data.samples 16"
 strategies="naive flat overlap bucketed ddp fsdp zero1 zero2 zero3"
 command -v lockstep > /dev/null || lockstep() { python -m lockstep "$@"; }
@@ -34,8 +34,8 @@ verify() {
 train() {
   say bench_gpt_small lockstep bench train --share-gpu --nproc 2 $small --strategies $strategies --steps 10 --warmup 2 \
     --csv "$out/bench_gpt_small.csv" --json "$out/bench_gpt_small.json" --plot "$out/bench_gpt_small.svg"
-  say bench_gpt_medium lockstep bench train --share-gpu --nproc 2 $medium --strategies $strategies --steps 6 --warmup 2 \
-    --csv "$out/bench_gpt_medium.csv" --json "$out/bench_gpt_medium.json" --plot "$out/bench_gpt_medium.svg"
+  say bench_gpt_medium lockstep bench train --share-gpu --nproc 2 $medium --strategies $strategies --no-baseline --steps 6 \
+    --warmup 2 --csv "$out/bench_gpt_medium.csv" --json "$out/bench_gpt_medium.json" --plot "$out/bench_gpt_medium.svg"
   say bench_gpt_small_4 lockstep bench train --share-gpu --nproc 4 $small --strategies naive bucketed ddp zero3 fsdp \
     --steps 6 --warmup 2 --csv "$out/bench_gpt_small_4.csv" --json "$out/bench_gpt_small_4.json"
 }
