@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -232,9 +233,18 @@ def traps_on_a_rank(world: World) -> dict[tuple[str, str], float]:
     return outcome
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+def traps_as_on_gpus(world: World) -> dict[tuple[str, str], float]:
+    """The hosts tell each other on a group of their own."""
+    wrapper = patch("lockstep.parallel.data_parallel.moves_cuda", return_value=True)
+    with wrapper, patch("lockstep.comm.hosts.moves_cuda", return_value=True) as asked:
+        outcome = traps_on_a_rank(world)
+    assert asked.called
+    return outcome
+
+
+@pytest.fixture(scope="module", params=[(traps_on_a_rank, 2), (traps_on_a_rank, 3), (traps_as_on_gpus, 2)])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], float]]:
-    return on_ranks(traps_on_a_rank, request.param)
+    return on_ranks(*request.param)
 
 
 @pytest.mark.parametrize("trap", TRAPS)

@@ -159,7 +159,7 @@ def communication(world: World, name: str) -> tuple[float | None, float]:
 
 
 def check_steps(world: World) -> dict[str, tuple[float | None, float]]:
-    for name in ("single", "ddp", "fsdp"):
+    for name in ("single", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"):
         check_no_wait(world, name)
     for name in ("bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"):
         check_nan(world, name)
@@ -168,9 +168,7 @@ def check_steps(world: World) -> dict[str, tuple[float | None, float]]:
 
 
 def test_steps_on_a_gpu() -> None:
-    """None makes the host wait (but for the flags of our own wrappers), a NaN on one rank stops all, and the ends of
-    all collectives are seen.
-    """
+    """None makes the host wait, a NaN on one rank stops all, and the ends of all collectives are seen."""
     for name, (total, exposed) in on_gpu(check_steps, 2)[0].items():
         assert total is not None, name
         assert total > 0, name

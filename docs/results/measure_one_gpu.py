@@ -8,6 +8,7 @@ Each variant has what the ones above it have, and one thing more. A turn is some
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -119,7 +120,7 @@ def measure(world: World, size: str, names: list[str], turns: int, steps: int) -
         runners[name].seconds_per_step(3)
         gc.collect()
         torch.cuda.empty_cache()
-        print(f"{name}: ready in {time.perf_counter() - begun:.0f} s", flush=True)
+        print(f"{name}: ready in {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     tokens = config.train.batch_size * dataset.spec.shape[0]
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(turns):

@@ -55,8 +55,13 @@ def choose_device(choice: DeviceChoice, local_rank: int, local_size: int, share_
 
 
 def share_gpu_environment(rank: int) -> dict[str, str]:
-    """Makes NCCL accept several ranks on one GPU: each claims to be its own host, joined by loopback sockets."""
+    """Makes NCCL accept several ranks on one GPU: each claims to be its own host, joined by loopback sockets.
+
+    Under MPS the processes share out the queues to the GPU, and streams that share a queue hold each other up: each
+    asks for as many as it has alone.
+    """
     return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "NCCL_HOSTID": f"lockstep-rank-{rank}",
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
@@ -80,6 +85,8 @@ def join_world(
         local_rank_on_gpus, local_size = 0, 1
     else:
         local_rank_on_gpus = local_rank
+    if share_gpu:
+        os.environ.update(share_gpu_environment(rank))  # before CUDA starts
     torch_device = choose_device(device, local_rank_on_gpus, local_size, share_gpu)
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
@@ -89,8 +96,6 @@ def join_world(
     one_host = local_world == size and sys.platform == "linux"
     backend = backend or ("nccl" if torch_device.type == "cuda" else "shm" if one_host else "gloo")
     check_backend(backend, torch_device)
-    if share_gpu and backend == "nccl":
-        os.environ.update(share_gpu_environment(rank))
     _init_process_group(backend, rank, size, timeout)
     sharing = -(-local_size // torch.cuda.device_count()) if torch_device.type == "cuda" else 1
     yield World(rank, size, local_rank, torch_device, backend, sharing)

@@ -3,7 +3,6 @@
 import weakref
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import choose
 from lockstep.comm.lane import Lane
 from lockstep.comm.reduction import reduction
+from lockstep.comm.streams import on_its_stream
 from lockstep.comm.wire import Wire, moves_cuda, staging
 from lockstep.errors import UserError
 
@@ -46,33 +46,9 @@ def all_reduce_by_hand(
     wire = Wire(group)
     data = tensor.detach()
     if data.is_cuda and moves_cuda(group):
-        return _on_a_stream(wire, data, algorithm, op)
+        return on_its_stream(wire.group, data.device, lambda: all_reduce_over(wire, data, algorithm, op))
     reduction(op, data.dtype)  # a mistake is the caller's, here, not the lane's
     if wire.group not in _lanes:
         _lanes[wire.group] = Lane("all-reduce by hand")
         weakref.finalize(wire.group, _lanes[wire.group].close).atexit = False
     return _lanes[wire.group].submit(lambda: all_reduce_over(wire, data, algorithm, op), [tensor])
-
-
-class StreamWork(dist.Work):
-    """Done when what was put on a stream up to now is; waiting makes the current stream wait, not the host."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        super().__init__()
-        self.ended = stream.record_event(torch.cuda.Event(enable_timing=True))
-
-    def wait(self, timeout: Any = None) -> bool:
-        torch.cuda.current_stream().wait_event(self.ended)
-        return True
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _on_a_stream(wire: Wire, tensor: Tensor, algorithm: str, op: Any) -> dist.Work:
-    stream = _streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        all_reduce_over(wire, tensor, algorithm, op)
-    tensor.record_stream(stream)
-    return StreamWork(stream)

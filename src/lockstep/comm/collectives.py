@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.by_hand import StreamWork, all_reduce_by_hand
+from lockstep.comm.by_hand import all_reduce_by_hand
 from lockstep.comm.ledger import Entry, active_ledger, mark
+from lockstep.comm.streams import StreamWork, on_its_stream
 from lockstep.comm.wire import moves_cuda
 from lockstep.errors import UserError
 
@@ -110,8 +111,17 @@ def _issue(
     if group_size(group) == 1:
         return Pending(None)
     ledger, nbytes = active_ledger(), payload.nbytes * parts
-    entry = ledger.add(operation, purpose, group_size(group), nbytes) if ledger is not None else None
-    return Pending(start(), entry, payload.device, group)
+    if ledger is None:
+        return Pending(start())
+    entry = ledger.add(operation, purpose, group_size(group), nbytes)
+    return Pending(start(), entry, ledger.device, group)  # noted on the ledger's clock, also what the host moves
+
+
+def _starting(payload: Tensor, group: Group, collective: Callable[..., dist.Work | None]) -> Callable[[], Any]:
+    """How to begin one of torch.distributed's: on a GPU, on the group's stream."""
+    if group_size(group) > 1 and payload.is_cuda and moves_cuda(group):
+        return partial(on_its_stream, group, payload.device, partial(collective, group=group, async_op=False))
+    return partial(collective, group=group, async_op=True)
 
 
 # ---- all ranks to all ranks ---------------------------------------------------------------------------------
@@ -122,11 +132,8 @@ def all_reduce_async(
 ) -> Pending:
     """Begin to sum `tensor` over the ranks, in place: by the backend's own algorithm, or by one written by hand."""
 
-    def start() -> dist.Work | None:
-        if algorithm != "native":
-            return all_reduce_by_hand(tensor, algorithm, op, group)
-        return dist.all_reduce(tensor, op=op, group=group, async_op=True)
-
+    native = _starting(tensor, group, partial(dist.all_reduce, tensor, op=op))
+    start = native if algorithm == "native" else partial(all_reduce_by_hand, tensor, algorithm, op, group)
     return _issue("all_reduce", tensor, purpose, group, start)
 
 
@@ -161,7 +168,7 @@ def all_gather_async(tensor: Tensor, group: Group = None, *, purpose: str = OTHE
     if size == 1:
         gathered[0] = tensor
 
-    start = partial(all_gather_single, gathered.view(-1), tensor.reshape(-1), group=group, async_op=True)
+    start = _starting(tensor, group, partial(all_gather_single, gathered.view(-1), tensor.reshape(-1)))
     return gathered, _issue("all_gather", gathered, purpose, group, start)
 
 
@@ -176,7 +183,7 @@ def all_gather_into_async(output: Tensor, part: Tensor, group: Group = None, *, 
     """Begin to fill `output`, 1-D, with every rank's `part`, end to end. `part` may be its own place in `output`."""
     if group_size(group) == 1 and output.data_ptr() != part.data_ptr():
         output.copy_(part)
-    start = partial(all_gather_single, output, part, group=group, async_op=True)
+    start = _starting(output, group, partial(all_gather_single, output, part))
     return _issue("all_gather", output, purpose, group, start)
 
 
@@ -186,7 +193,7 @@ def reduce_scatter_async(
     """Begin to sum `tensor` over the ranks, of which each keeps its own n-th in `output`."""
     if group_size(group) == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.view_as(output))
-    start = partial(reduce_scatter_single, output, tensor, op=op, group=group, async_op=True)
+    start = _starting(tensor, group, partial(reduce_scatter_single, output, tensor, op=op))
     return _issue("reduce_scatter", tensor, purpose, group, start)
 
 
@@ -202,7 +209,7 @@ def all_to_all_async(output: Tensor, tensor: Tensor, group: Group = None, *, pur
     """Begin to send the r-th part of `tensor`'s rows to rank r; `output` is what the ranks send us, in their order."""
     if group_size(group) == 1:
         output.copy_(tensor)
-    start = partial(dist.all_to_all_single, output, tensor, group=group, async_op=True)
+    start = _starting(tensor, group, partial(dist.all_to_all_single, output, tensor))
     return _issue("all_to_all", tensor, purpose, group, start)
 
 
@@ -231,7 +238,7 @@ def barrier(group: Group = None, *, purpose: str = OTHER) -> None:
 
 def broadcast_async(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str = OTHER) -> Pending:
     """Begin to copy rank `src`'s `tensor` to all, in place."""
-    start = partial(dist.broadcast, tensor, group=group, group_src=src, async_op=True)
+    start = _starting(tensor, group, partial(dist.broadcast, tensor, group_src=src))
     return _issue("broadcast", tensor, purpose, group, start)
 
 
@@ -243,7 +250,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str
 
 def reduce_async(tensor: Tensor, dst: int = 0, op: Any = SUM, group: Group = None, *, purpose: str = OTHER) -> Pending:
     """Begin to sum `tensor` over the ranks, in place on rank `dst`; what the others hold afterwards is undefined."""
-    start = partial(dist.reduce, tensor, group_dst=dst, op=op, group=group, async_op=True)
+    start = _starting(tensor, group, partial(dist.reduce, tensor, group_dst=dst, op=op))
     return _issue("reduce", tensor, purpose, group, start)
 
 
@@ -259,7 +266,7 @@ def scatter_async(
     """Begin to give rank r the r-th of rank `src`'s `parts`, in `tensor`; only `src` gives parts."""
     if group_size(group) == 1 and parts is not None:
         tensor.copy_(parts[0])
-    start = partial(dist.scatter, tensor, list(parts) if parts else None, group_src=src, group=group, async_op=True)
+    start = _starting(tensor, group, partial(dist.scatter, tensor, list(parts) if parts else None, group_src=src))
     return _issue("scatter", tensor, purpose, group, start, group_size(group))
 
 
@@ -277,7 +284,7 @@ def gather_async(
     """Begin to collect every rank's `tensor` in rank `dst`'s `parts`; only `dst` gives parts."""
     if group_size(group) == 1 and parts is not None:
         parts[0].copy_(tensor)
-    start = partial(dist.gather, tensor, list(parts) if parts else None, group_dst=dst, group=group, async_op=True)
+    start = _starting(tensor, group, partial(dist.gather, tensor, list(parts) if parts else None, group_dst=dst))
     return _issue("gather", tensor, purpose, group, start, group_size(group))
 
 

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from lockstep.comm.by_hand import check_algorithm
 from lockstep.comm.collectives import Group, all_gather, group_size
+from lockstep.comm.hosts import any_rank
 from lockstep.comm.ledger import about
+from lockstep.comm.wire import moves_cuda
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
 from lockstep.parallel.compression import make_reducer
@@ -138,8 +140,8 @@ class DataParallel(GradientWrapper):
 
         A gradient comes late if its parameter's first is already in the bucket: after a second backward, or with
         re-entrant checkpointing. It then stands alone in `p.grad`. The last bucket tells all ranks whether any has
-        such a one; if so, each adds its own to the mean, and the next round averages again: the mean over the ranks
-        of (mean of the first + own late one) is the mean of both.
+        such a one (on GPUs their hosts do, rather than wait for it); if so, each adds its own to the mean, and the next
+        round averages again: the mean over the ranks of (mean of the first + own late one) is the mean of both.
         """
         late = [(p, p.grad) for bucket in self.buckets for p in bucket.late_parameters()]
         for parameter, _ in late:
@@ -159,7 +161,9 @@ class DataParallel(GradientWrapper):
             assert parameter.grad is not None
             assert gradient is not None
             parameter.grad.add_(gradient)
-        return bool(self.buckets) and self.buckets[-1].any_rank_is_late
+        if not self.buckets or not self._watches:
+            return False
+        return any_rank(bool(late), self.group) if moves_cuda(self.group) else self.buckets[-1].any_rank_is_late
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops a step that was begun and not finished, on every rank alike.
