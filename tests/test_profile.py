@@ -64,7 +64,9 @@ def test_on_a_gpu_its_kernels_are_the_work() -> None:
     kernels = [event("sm90_gemm", 0, 600, "kernel"), event("ncclDevKernel", 0, 900, "kernel", 2)]
     found = diagnose(a_step(event("aten::mm", 0, 50), *kernels), 0.0, on_gpu=True)
     assert found.bound_by == "compute"
-    assert found.shares["host"] == pytest.approx(0.4)
+    assert found.shares["communication"] == pytest.approx(0.3)  # NCCL's kernel alone
+    assert found.shares["host"] == pytest.approx(0.1)
+    assert (found.exposed_ms, found.comm_ms) == pytest.approx((0.3, 0.9))
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,29 @@ def test_compile_trains_alike() -> None:
         torch._dynamo.utils.counters.clear()
 
 
+def test_gradients_leave_their_products_in_fp32() -> None:
+    """On a GPU, and only where nobody else looks at the bf16; seen in the graph, with tensors that are not there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from lockstep.strategies.wide_gradients import CAST, MATRIX_PRODUCT, WideGradients
+
+    def two_products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cast_only, seen = MATRIX_PRODUCT(a, b), MATRIX_PRODUCT(b, a)
+        return CAST(cast_only, torch.float32), CAST(seen, torch.float32), seen
+
+    for device, expected in (("cuda", 1), ("cpu", 0)):
+        with FakeTensorMode():
+            a, b = (torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in ((4, 6), (6, 4)))
+            graph = make_fx(two_products)(a, b).graph
+            before = [value.meta["val"].dtype for value in graph.output_node().args[0]]
+            WideGradients()(graph)
+        graph.lint()
+        assert len(graph.find_nodes(op="call_function", target=MATRIX_PRODUCT.dtype)) == expected
+        assert len(graph.find_nodes(op="call_function", target=CAST)) == 2 - expected
+        assert [value.meta["val"].dtype for value in graph.output_node().args[0]] == before
+
+
 def test_looking_a_step_later_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the host issues a step before it looks at the one before."""
     config = short(evaluate_every=1, batch_size=500, log_every=2)

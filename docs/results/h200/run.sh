@@ -5,7 +5,7 @@ set -u
 out=${1:?usage: run.sh OUT [part ...]}
 shift
 mkdir -p "$out"
-gpt="--model.name gpt --model.context 1024 --data.name synthetic --train.optimizer adamw --train.lr 1e-4 --train.precision bf16"
+gpt="--model.name gpt --model.context 1024 --model.vocabulary 50304 --data.name synthetic --train.optimizer adamw --train.lr 1e-4 --train.precision bf16"
 small="$gpt --model.size small --train.batch-size 64 --data.samples 64"
 medium="$gpt --model.size medium --train.batch-size 16 --data.samples 16"
 strategies="naive flat overlap bucketed ddp fsdp zero1 zero2 zero3"

@@ -76,10 +76,10 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
     screen.print(table)
     first = found.diagnoses[0]
     lines = words(first, config, ranks)
-    if found.comm_ms:
-        hidden = max(0.0, 1 - found.exposed_ms / found.comm_ms)
+    if first.comm_ms:
+        hidden = max(0.0, 1 - first.exposed_ms / first.comm_ms)
         lines.append(
-            f"communication: {found.comm_ms:.1f} ms of a step on its way, {found.exposed_ms:.1f} ms waited for, so "
+            f"communication: {first.comm_ms:.1f} ms of a step on its way, {first.exposed_ms:.1f} ms waited for, so "
             f"{hidden:.0%} hidden behind computation"
         )
     operations = ", ".join(f"{name} {share:.0%}" for name, share in first.top[:5])

@@ -34,6 +34,10 @@ class Diagnosis:
 
     shares: dict[str, float]
     step_ms: float
+    exposed_ms: float = 0.0
+    """Per step, waited for communication."""
+    comm_ms: float | None = None
+    """Per step, some communication was on its way. None: its ends are not seen."""
     top: list[tuple[str, float]] = field(default_factory=list)
     """The operations that took longest by themselves: (name, share)."""
     device: str = "cpu"
@@ -44,10 +48,15 @@ class Diagnosis:
 
 
 def diagnose(
-    events: list[Event], exposed_ms: float, on_gpu: bool, others: list[tuple[float, float]] | None = None
+    events: list[Event],
+    exposed_ms: float,
+    on_gpu: bool,
+    others: list[tuple[float, float]] | None = None,
+    comm_ms: float | None = None,
 ) -> Diagnosis:
-    """From one rank's trace of some steps, and the milliseconds per step that it waited for communication.
+    """From one rank's trace of some steps, and the milliseconds of communication per step that its ledger has.
 
+    Where the trace shows NCCL's kernels, these count instead: waited for is the time in which they ran alone.
     `others`: from when to when the GPU computed for other ranks, if they share it, on the clock of the trace.
     """
     steps = [e for e in events if e["name"] == STEP and e["cat"] == "user_annotation"]
@@ -63,6 +72,10 @@ def diagnose(
     mine = [(e["ts"], e["ts"] + e["dur"]) for e in ops]
     busy = sum(covered(mine, a, b) for a, b in spans) if on_gpu else sum(times.values())
     for_others = sum(covered([*mine, *others], a, b) for a, b in spans) - busy if others else 0.0
+    nccl = [(e["ts"], e["ts"] + e["dur"]) for e in events if on_gpu and is_kernel(e) and is_communication(e)]
+    if nccl:
+        alone = sum(covered([*mine, *nccl], a, b) for a, b in spans) - busy
+        exposed_ms, comm_ms = (t / len(steps) / 1e3 for t in (alone, sum(covered(nccl, a, b) for a, b in spans)))
     network = min(1e3 * exposed_ms * len(steps), total)
     busy = max(0.0, min(busy, total - network))
     computing, moving = busy * matrix, busy * (1 - matrix)
@@ -77,6 +90,8 @@ def diagnose(
     return Diagnosis(
         shares={kind: part / whole for kind, part in parts.items()},
         step_ms=total / max(1, len(steps)) / 1e3,
+        exposed_ms=exposed_ms,
+        comm_ms=comm_ms,
         top=[(name, t / work) for name, t in top],
         device="cuda" if on_gpu else "cpu",
     )
@@ -97,10 +112,18 @@ def is_frame(name: str) -> bool:
     return name.startswith(("autograd::", "c10d::", "gloo:", "Optimizer.")) or FRAME.search(name) is not None
 
 
+def is_kernel(event: Event) -> bool:
+    return event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def is_communication(event: Event) -> bool:
+    return NCCL in event["name"].lower()
+
+
 def may_be_work(event: Event, main: Any, on_gpu: bool) -> bool:
     """On a GPU its kernels are the work, and the host only feeds them; NCCL's kernels mostly wait."""
     if on_gpu:
-        return event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") and NCCL not in event["name"].lower()
+        return is_kernel(event) and not is_communication(event)
     return bool(event["cat"] == "cpu_op" and event["tid"] == main)
 
 

@@ -34,10 +34,6 @@ class Profile:
     """Of each rank."""
     timelines: list[dict[str, Any]]
     """The last step of each rank."""
-    exposed_ms: float
-    """Per step of rank 0, waited for communication."""
-    comm_ms: float | None
-    """Per step of rank 0, some communication was on its way. None: its ends are not seen."""
     parameters: int
     events: int
     """In the trace."""
@@ -90,17 +86,15 @@ def profile_steps(
     if world.ranks_on_device > 1:
         neighbours = [t for t in traces if t.rank != trace.rank and t.where == trace.where]
         others = [span for t in neighbours for span in busy_spans(t.events, t.base_us - trace.base_us)]
-    found = diagnose(trace.events, mean(exposed), on_gpu, others)
+    seen = [1e3 * seconds for seconds in total if seconds is not None]
+    found = diagnose(trace.events, mean(exposed), on_gpu, others, mean(seen) if len(seen) == steps else None)
     whole = merged(traces) if world.is_main else {"traceEvents": []}
     if world.is_main:
         with writing_to(trace_file.parent):
             write_trace(whole, trace_file)
-    seen = [1e3 * seconds for seconds in total if seconds is not None]
     return Profile(
         all_gather_objects(found),
         all_gather_objects(last),
-        mean(exposed),
-        mean(seen) if len(seen) == steps else None,
         strategy.parameters,
         len(whole["traceEvents"]),
     )
