@@ -61,7 +61,7 @@ def share_gpu_environment(rank: int) -> dict[str, str]:
     asks for as many as it has alone.
     """
     return {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"),
         "NCCL_HOSTID": f"lockstep-rank-{rank}",
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
