@@ -234,9 +234,8 @@ def traps_on_a_rank(world: World) -> dict[tuple[str, str], float]:
 
 
 def traps_as_on_gpus(world: World) -> dict[tuple[str, str], float]:
-    """The hosts tell each other on a group of their own."""
-    wrapper = patch("lockstep.parallel.data_parallel.moves_cuda", return_value=True)
-    with wrapper, patch("lockstep.comm.hosts.moves_cuda", return_value=True) as asked:
+    """The hosts tell each other, rather than read it in the last bucket."""
+    with patch("lockstep.parallel.data_parallel.asks_hosts", return_value=True) as asked:
         outcome = traps_on_a_rank(world)
     assert asked.called
     return outcome

@@ -95,6 +95,13 @@ def test_a_shared_gpu_works_for_the_others_too() -> None:
     assert sum(found.shares.values()) == pytest.approx(1.0)
 
 
+def test_their_work_beside_our_communication_is_not_theirs_alone() -> None:
+    kernels = [event("sm90_gemm", 0, 300, "kernel"), event("ncclDevKernel", 300, 400, "kernel", 2)]
+    found = diagnose(a_step(*kernels), 0.0, on_gpu=True, others=[(300, 700)])
+    shares = {"compute": 0.3, "communication": 0.4, "host": 0.3, "others": 0.0}
+    assert {kind: found.shares[kind] for kind in shares} == pytest.approx(shares)
+
+
 def test_a_flag_that_is_set_is_not_advised() -> None:
     found = diagnose(a_step(event("aten::mm", 0, 300)), 0.6, on_gpu=False)
     config = Config(parallel=Parallel(data="bucketed", compression="bf16"), train=Train(accumulation=4))

@@ -280,16 +280,19 @@ def test_schedules() -> None:
 
 
 def test_compile_trains_alike() -> None:
-    model = GPT(d_model=16, layers=2, heads=2, context=16)
     settings = Train(batch_size=8, steps=3, log_every=1, optimizer="adamw", lr=1e-3)
-    config = Config(model, Data(name="text", max_bytes=20_000), settings)
-    plain = train(World(), config, quiet=True).losses
-    for what in ("blocks", "model"):
-        torch._dynamo.reset()
-        compiled = train(World(), replace(config, train=replace(settings, compile=what)), quiet=True).losses
-        assert compiled == pytest.approx(plain, rel=1e-4)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        torch._dynamo.utils.counters.clear()
+    graphs = {}
+    for layers, ways in ((2, ("blocks", "model")), (4, ("blocks",))):
+        config = Config(GPT(d_model=16, layers=layers, heads=2, context=16), Data("text", max_bytes=20_000), settings)
+        plain = train(World(), config, quiet=True).losses
+        for way in ways:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            compiled = train(World(), replace(config, train=replace(settings, compile=way)), quiet=True).losses
+            assert compiled == pytest.approx(plain, rel=1e-4)
+            graphs[layers, way] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs[2, "model"] > 0
+    assert graphs[4, "blocks"] == graphs[2, "blocks"] > 0  # one for all
 
 
 def test_gradients_leave_their_products_in_fp32() -> None:

@@ -85,7 +85,7 @@ def join_world(
         local_rank_on_gpus, local_size = 0, 1
     else:
         local_rank_on_gpus = local_rank
-    if share_gpu:
+    if share_gpu and size > 1:
         os.environ.update(share_gpu_environment(rank))  # before CUDA starts
     torch_device = choose_device(device, local_rank_on_gpus, local_size, share_gpu)
     if torch_device.type == "cuda":
@@ -102,6 +102,11 @@ def join_world(
     # Not in a `finally`: a failing rank must report its error before its peers see the connection close,
     # or theirs ("connection closed by peer") would be reported as the first.
     dist.destroy_process_group()
+
+
+def torch_backend(name: str) -> str:
+    """What torch is to make a group with. Hosts of ranks on GPUs have something to tell each other too."""
+    return "cpu:gloo,cuda:nccl" if name == "nccl" else name
 
 
 def check_backend(backend: str, device: torch.device, flag: str = "--backend") -> None:
@@ -123,7 +128,7 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> N
             raise UserError(f"RANK is set but {name} is not; start the ranks with --nproc, torchrun or srun")
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(torch_backend(backend), rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except (dist.DistError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
         if "EADDRINUSE" in text or "in use" in text:

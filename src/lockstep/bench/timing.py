@@ -41,7 +41,7 @@ class Timing:
     exposed_s: list[float] = field(default_factory=list)
     """Waited for communication; mean over the ranks."""
     comm_s: list[float] = field(default_factory=list)
-    """Some communication was on its way; mean over the ranks. Empty where ends cannot be seen (a GPU)."""
+    """Some communication was on its way; mean over the ranks. Empty where ends cannot be seen."""
     imbalance_s: list[float] = field(default_factory=list)
     """By how much the slowest rank computed longer than the mean."""
     traffic: list[Traffic] = field(default_factory=list)

@@ -24,7 +24,7 @@ from lockstep.strategies import StepResult, Strategy, strategy_named
 from lockstep.strategies.theory import Theory, expected_traffic
 from lockstep.training.peak import peak_flops
 from lockstep.training.prepare import load_data, prepare_strategy
-from lockstep.world import World, check_backend
+from lockstep.world import World, check_backend, torch_backend
 
 Progress = Callable[[], None]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -160,7 +160,7 @@ def part_of(world: World, ranks: int | None = None, backend: str = "") -> World 
         return world
     chosen = backend or world.backend
     check_backend(chosen, world.device, "--strategies @")
-    group = dist.new_group(list(range(ranks)), backend=chosen)
+    group = dist.new_group(list(range(ranks)), backend=torch_backend(chosen))
     return replace(world, size=ranks, backend=chosen, group=group) if world.rank < ranks else None
 
 

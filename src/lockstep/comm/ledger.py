@@ -1,8 +1,8 @@
 """The ledger: every collective of a step, with its bytes and when it was issued, waited for and done.
 
 From it come the bytes that `verify` holds against theory, and the exposed communication: the time in which the step
-stood still because it waited. Time is the host's clock on the CPU; on a GPU the marks are events on the compute
-stream, so what is measured is the stream's wait, without making the host wait too.
+stood still because it waited. Time is the host's clock on the CPU; on a GPU the marks are events on the streams (issue
+and wait on the one that computes), so what is measured is the stream's wait, without making the host wait too.
 """
 
 import time
@@ -108,8 +108,8 @@ STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
 class Traffic:
     """What one rank sent for the model in one step.
 
-    Left out are the step's own few bytes: the counts (16), the loss (16), in local SGD the agreement to step (4), and
-    the norm of sharded gradients (4 or 8).
+    Left out are the step's own few bytes: the counts (16), the loss (16), an agreement (4: in local SGD whether to step,
+    in DataParallel on GPUs whether a gradient came late), and the norm of sharded gradients (4 or 8).
     """
 
     collectives: int
@@ -126,7 +126,7 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
     started: Mark | None = None
     sees_ends: bool = False
-    """On a GPU: note also when collectives are over, for `busy_seconds`. On a CPU that is always seen."""
+    """On a GPU: note also when the collectives of engines that we did not write are over. Else that is always seen."""
 
     def open(self) -> None:
         """Begin a new step."""

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.by_hand import check_algorithm
 from lockstep.comm.collectives import Group, all_gather, group_size
-from lockstep.comm.hosts import any_rank
+from lockstep.comm.hosts import any_rank, asks_hosts
 from lockstep.comm.ledger import about
-from lockstep.comm.wire import moves_cuda
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
 from lockstep.parallel.compression import make_reducer
@@ -163,7 +162,8 @@ class DataParallel(GradientWrapper):
             parameter.grad.add_(gradient)
         if not self.buckets or not self._watches:
             return False
-        return any_rank(bool(late), self.group) if moves_cuda(self.group) else self.buckets[-1].any_rank_is_late
+        last = self.buckets[-1]
+        return any_rank(bool(late), self.group) if asks_hosts(last.buffer, self.group) else last.any_rank_is_late
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops a step that was begun and not finished, on every rank alike.

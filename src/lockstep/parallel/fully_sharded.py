@@ -237,7 +237,7 @@ class FullyShardedDataParallel(ShardedModule):
                 if not unit.reduced:
                     self._reduce(unit)
             late_here = any(unit.has_gradients() for unit in units)
-            flags = Flags([used for unit in units for used in unit.used], late_here, self.group)
+            flags = Flags([used for unit in units for used in unit.used], late_here, self._device, self.group)
             for unit in units:
                 unit.finish_reduce()
                 unit.reduced = False

@@ -187,7 +187,8 @@ class ShardedDataParallel(GradientWrapper):
             while self._launched < len(self.buckets):
                 self._launch_next()
             late_here = any(p.grad is not None for b in self.buckets for p in b.bucket.parameters)
-            flags = Flags([u for b in self.buckets for u in b.used], late_here, self.group)
+            device = self.buckets[0].own.device if self.buckets else torch.device("cpu")
+            flags = Flags([u for b in self.buckets for u in b.used], late_here, device, self.group)
             for bucket in self.buckets:
                 bucket.wait()
                 bucket.begin_round()

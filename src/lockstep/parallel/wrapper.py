@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group, all_gather_objects, all_reduce_async, broadcast, group_size
-from lockstep.comm.hosts import between_hosts
+from lockstep.comm.hosts import flag_device
 from lockstep.errors import UserError
 
 
@@ -47,9 +47,9 @@ class GradientWrapper(nn.Module, ABC):
 class Flags:
     """Told to all ranks: which parameters a rank has used, and whether it has gradients that came too late."""
 
-    def __init__(self, used: list[bool], late: bool, group: Group) -> None:
-        self._flags = torch.tensor([*used, late], dtype=torch.float32)
-        self._telling = all_reduce_async(self._flags, group=between_hosts(group), purpose="flags")
+    def __init__(self, used: list[bool], late: bool, device: torch.device, group: Group) -> None:
+        self._flags = torch.tensor([*used, late], dtype=torch.float32, device=flag_device(group, device))
+        self._telling = all_reduce_async(self._flags, group=group, purpose="flags")
 
     def read(self) -> tuple[list[bool], bool]:
         """The same, of any rank."""

@@ -71,11 +71,12 @@ def diagnose(
     # Kernels of several streams overlap; operations of the one thread that we look at on a CPU do not.
     mine = [(e["ts"], e["ts"] + e["dur"]) for e in ops]
     busy = sum(covered(mine, a, b) for a, b in spans) if on_gpu else sum(times.values())
-    for_others = sum(covered([*mine, *others], a, b) for a, b in spans) - busy if others else 0.0
     nccl = [(e["ts"], e["ts"] + e["dur"]) for e in events if on_gpu and is_kernel(e) and is_communication(e)]
+    occupied = sum(covered([*mine, *nccl], a, b) for a, b in spans)
+    for_others = sum(covered([*mine, *nccl, *others], a, b) for a, b in spans) - occupied if others else 0.0
     if nccl:
-        alone = sum(covered([*mine, *nccl], a, b) for a, b in spans) - busy
-        exposed_ms, comm_ms = (t / len(steps) / 1e3 for t in (alone, sum(covered(nccl, a, b) for a, b in spans)))
+        on_its_way = sum(covered(nccl, a, b) for a, b in spans)
+        exposed_ms, comm_ms = ((occupied - busy) / len(steps) / 1e3, on_its_way / len(steps) / 1e3)
     network = min(1e3 * exposed_ms * len(steps), total)
     busy = max(0.0, min(busy, total - network))
     computing, moving = busy * matrix, busy * (1 - matrix)

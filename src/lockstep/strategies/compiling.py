@@ -1,6 +1,7 @@
 """torch.compile, as the config asks for it."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,8 +38,11 @@ def compile_blocks(model: nn.Module, options: StepOptions) -> None:
         block.forward = compiled(block.forward, options)
 
 
+@cache
 def inductor_options() -> dict[str, Any]:
-    """Nothing is tuned at the start: neither other forms of the fused kernels nor other matrix products than cuBLAS's
+    """One for all, else the compiler would not see that blocks are alike.
+
+    Nothing is tuned at the start: neither other forms of the fused kernels nor other matrix products than cuBLAS's
     made the steps of GPT-2 faster. CUDA graphs are not made: the host is ahead of the device as it is, and they would
     move the gradients that hooks have taken hold of.
     """
