@@ -108,8 +108,8 @@ STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
 class Traffic:
     """What one rank sent for the model in one step.
 
-    Left out are the step's own few bytes: the counts (16), the loss (16), an agreement (4: in local SGD whether to step,
-    in DataParallel on GPUs whether a gradient came late), and the norm of sharded gradients (4 or 8).
+    Left out are the step's own few bytes: the counts (16), the loss (16), an agreement (4: local SGD whether to step,
+    DataParallel on GPUs whether a gradient came late), and the norm of sharded gradients (4 or 8).
     """
 
     collectives: int
