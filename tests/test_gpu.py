@@ -16,7 +16,7 @@ from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.trial import COLLECTIVES, Sweep
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.by_hand import all_reduce_over
-from lockstep.comm.collectives import all_reduce_async
+from lockstep.comm.collectives import all_reduce_async, barrier
 from lockstep.comm.wire import Wire
 from lockstep.config import GPT, Config, Data, Train, load_config
 from lockstep.data import Batch, build_data, read_share
@@ -193,7 +193,7 @@ def every_algorithm(world: World) -> None:
     """On NCCL directly, and over gloo, which moves no CUDA tensors, staged through the host."""
     gloo = dist.new_group(backend="gloo")
     for wire in (Wire(), Wire(gloo)):
-        dist.barrier(group=wire.group)  # NCCL's first call must be everybody's
+        barrier(wire.group)  # NCCL's first call must be everybody's
         for algorithm in (*ALGORITHMS, "auto"):
             for length in (0, 1, 7, 1_000_003):
                 tensor = (torch.arange(length, device=world.device) % 5 + world.rank).float()
