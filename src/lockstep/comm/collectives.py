@@ -50,17 +50,10 @@ def new_buffer(length: int, dtype: torch.dtype, device: torch.device, group: Gro
 class Pending:
     """A collective on its way. `wait()` before touching its tensors."""
 
-    def __init__(
-        self,
-        work: dist.Work | None,
-        entry: Entry | None = None,
-        device: torch.device | None = None,
-        group: Group = None,
-    ) -> None:
-        self._work, self._entry, self._device = work, entry, device or torch.device("cpu")
+    def __init__(self, work: dist.Work | None, entry: Entry | None = None, clock: torch.device | None = None) -> None:
+        """`clock`: the device whose clock the entry is written by."""
+        self._work, self._entry, self._clock = work, entry, clock or torch.device("cpu")
         self._afterwards: Callable[[], object] | None = None
-        if work is not None and entry is not None:
-            note_end(work, entry, self._device, group)
 
     def then(self, afterwards: Callable[[], object]) -> "Pending":
         """Do this when it has been waited for."""
@@ -70,10 +63,10 @@ class Pending:
     def wait(self) -> None:
         if self._work is not None:
             if self._entry is not None:
-                self._entry.wait_started = mark(self._device)
+                self._entry.wait_started = mark(self._clock)
             self._work.wait()
             if self._entry is not None:
-                self._entry.wait_ended = mark(self._device)
+                self._entry.wait_ended = mark(self._clock)
             self._work = None
         if self._afterwards is not None:
             self._afterwards()
@@ -81,7 +74,7 @@ class Pending:
 
 
 def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) -> None:
-    """Have it written down when a collective is done: on the CPU by the transport's own thread, at that moment.
+    """Have it written down when a collective of tensors on `device` is done: on the CPU by the transport's own thread.
 
     NCCL's future runs its callbacks at once, on a stream of their own that waits for the collective: there an event
     tells when it was done. The collective's output then counts as used by that stream, and its memory is free again a
@@ -91,11 +84,14 @@ def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) 
         entry.ended = work.ended
         return
     ledger = active_ledger()
-    if device.type == "cuda" and not (ledger is not None and ledger.sees_ends and moves_cuda(group)):
+    assert ledger is not None, "it is in one"
+    on_gpu = device.type == "cuda" and moves_cuda(group)
+    if ledger.device.type == "cuda" and not (on_gpu and ledger.sees_ends):
         return  # what the host moves, ends by a clock that the device does not know
+    clock = ledger.device
 
     def done(_: Any) -> None:
-        entry.ended = mark(device)
+        entry.ended = mark(clock)
 
     try:
         future = work.get_future()
@@ -113,8 +109,10 @@ def _issue(
     ledger, nbytes = active_ledger(), payload.nbytes * parts
     if ledger is None:
         return Pending(start())
-    entry = ledger.add(operation, purpose, group_size(group), nbytes)
-    return Pending(start(), entry, ledger.device, group)  # noted on the ledger's clock, also what the host moves
+    entry, work = ledger.add(operation, purpose, group_size(group), nbytes), start()
+    if work is not None:
+        note_end(work, entry, payload.device, group)
+    return Pending(work, entry, ledger.device)
 
 
 def _starting(payload: Tensor, group: Group, collective: Callable[..., dist.Work | None]) -> Callable[[], Any]:
