@@ -235,7 +235,8 @@ def traps_on_a_rank(world: World) -> dict[tuple[str, str], float]:
 
 def traps_as_on_gpus(world: World) -> dict[tuple[str, str], float]:
     """The hosts tell each other, rather than read it in the last bucket."""
-    with patch("lockstep.parallel.data_parallel.asks_hosts", return_value=True) as asked:
+    elsewhere = torch.device("meta")
+    with patch("lockstep.parallel.data_parallel.flag_device", return_value=elsewhere) as asked:
         outcome = traps_on_a_rank(world)
     assert asked.called
     return outcome

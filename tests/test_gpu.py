@@ -68,6 +68,7 @@ def test_compile_on_a_gpu() -> None:
     config.model.vocabulary = 1024  # type: ignore[union-attr]  # enough for our own cross entropy
     plain = on_gpu(train, 1, config, None, True)[0].losses
     config.train.compile = "blocks"
+    assert on_gpu(train, 1, config, None, True)[0].losses == pytest.approx(plain, abs=0.02)
     config.model.own_gelu, config.model.residual = True, "compute"  # type: ignore[union-attr]
     for name in ("bucketed", "zero3", "fsdp"):
         config.parallel = strategy_named(name)
@@ -171,8 +172,7 @@ def test_steps_on_a_gpu() -> None:
     """None makes the host wait, a NaN on one rank stops all, and the ends of all collectives are seen."""
     for name, (total, exposed) in on_gpu(check_steps, 2)[0].items():
         assert total is not None, name
-        assert total > 0, name
-        assert exposed >= 0, name
+        assert 0 < exposed < 1.5 * total, name
 
 
 def profiled(world: World, folder: Path) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.by_hand import check_algorithm
 from lockstep.comm.collectives import Group, all_gather, group_size
-from lockstep.comm.hosts import any_rank, asks_hosts
+from lockstep.comm.hosts import any_rank, flag_device
 from lockstep.comm.ledger import about
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
@@ -163,7 +163,10 @@ class DataParallel(GradientWrapper):
         if not self.buckets or not self._watches:
             return False
         last = self.buckets[-1]
-        return any_rank(bool(late), self.group) if asks_hosts(last.buffer, self.group) else last.any_rank_is_late
+        device = last.buffer.device
+        if flag_device(self.group, device) == device:
+            return last.any_rank_is_late
+        return any_rank(bool(late), device, self.group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops a step that was begun and not finished, on every rank alike.

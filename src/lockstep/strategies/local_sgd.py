@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_reduce
+from lockstep.comm.hosts import any_rank
 from lockstep.parallel import LocalSGD as Averager
 from lockstep.strategies.base import MakeOptimizer, Strategy
 
@@ -36,8 +36,7 @@ class LocalSGD(Strategy):
 
     def agree_finite(self, finite: bool) -> bool:
         """Gradients are each rank's own here: one NaN must stop all, or the ranks would meet at different steps."""
-        flag = torch.tensor(float(finite), device=self.world.device)
-        return bool(all_reduce(flag, dist.ReduceOp.MIN, self.data_group, purpose="agreement") > 0)
+        return not any_rank(not finite, self.world.device, self.data_group)
 
     def skips_on_device(self) -> bool:
         return False

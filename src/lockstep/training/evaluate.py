@@ -1,9 +1,9 @@
 """How good the model is on data that it has not seen, each rank computing its share."""
 
 import torch
-import torch.distributed as dist
 
 from lockstep.comm.collectives import all_reduce
+from lockstep.comm.hosts import any_rank
 from lockstep.data import Sampler, Split, read_share
 from lockstep.strategies import Strategy
 
@@ -18,7 +18,9 @@ def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATC
     strategy.model.eval()
     stopped = False
     for indices in Sampler(len(split), batch_size, shuffle=False).epoch(0):
-        stopped = any_rank_stops(strategy)
+        stopped = strategy.stop_requested
+        if share.count > 1:  # all ranks leave at the same batch: forward itself may communicate
+            stopped = any_rank(stopped, strategy.world.device, strategy.data_group)
         if stopped:
             break
         sums += strategy.evaluate(read_share(split, indices, share))
@@ -26,14 +28,6 @@ def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATC
     if stopped:
         return None
     if share.count > 1:
-        all_reduce(sums, purpose="evaluation")
+        all_reduce(sums, group=strategy.data_group, purpose="evaluation")
     loss, correct, count = sums.tolist()
     return loss / max(count, 1.0), correct / max(count, 1.0)
-
-
-def any_rank_stops(strategy: Strategy) -> bool:
-    """All ranks leave at the same batch: forward itself may communicate."""
-    if strategy.batch_share().count == 1:
-        return strategy.stop_requested
-    flag = torch.tensor(float(strategy.stop_requested), device=strategy.world.device)
-    return bool(all_reduce(flag, dist.ReduceOp.MAX, strategy.data_group, purpose="evaluation") > 0)

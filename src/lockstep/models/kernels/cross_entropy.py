@@ -20,6 +20,8 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 FORWARD = (128, 4)
 """Threads of a program, each with 8 elements of a row at a time; warps that these make."""
 BACKWARD = (2048, 8)
@@ -48,16 +50,16 @@ def _forward(logits, targets, losses, log_sums, correct, width, ignored, THREADS
     whole = width // piece * piece
     for start in tl.range(0, whole, piece, loop_unroll_factor=2):  # two loads on their way
         x = tl.load(logits + start + column).to(tl.float32)
-        largest, totals = _fold(1.4426950408889634 * x, largest, totals)
+        largest, totals = _fold(x * LOG2_E, largest, totals)
     if whole < width:
         x = tl.load(logits + whole + column, mask=whole + column < width, other=-float("inf")).to(tl.float32)
-        largest, totals = _fold(1.4426950408889634 * x, largest, totals)
+        largest, totals = _fold(x * LOG2_E, largest, totals)
     highest = tl.max(largest, 0)
     at = tl.where(highest == -float("inf"), 0.0, highest)
-    log_sum = 0.6931471805599453 * (highest + tl.log2(tl.sum(totals * tl.exp2(largest - at), 0)))
+    log_sum = (highest + tl.log2(tl.sum(totals * tl.exp2(largest - at), 0))) * LN_2
     tl.store(log_sums + row, log_sum)
     tl.store(losses + row, tl.where(counts, log_sum - chosen, 0.0))
-    is_named = counts & (1.4426950408889634 * chosen == highest)
+    is_named = counts & (chosen * LOG2_E == highest)
     if is_named:
         before_it = tl.zeros((THREADS, 8), tl.int32)
         for first in range(0, target, piece):

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 FORWARD = (4, 512, 4)
-"""Rows and columns that a program holds at a time, warps."""
 BACKWARD = (16, 128, 4)
+"""Rows and columns that a program holds at a time, warps."""
 GROUPS = 128
 """Into which backward cuts the rows."""
 
