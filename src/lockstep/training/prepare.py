@@ -92,7 +92,7 @@ def check_device(world: World, config: Config) -> None:
     if not on_gpu and kernel in ("flash", "cudnn", "efficient"):
         raise UserError(f"model.attention {kernel} is for GPUs, and these ranks run on the CPU; use auto or math")
     if not on_gpu and model.own_gelu:
-        raise UserError("model.own_gelu is for GPUs, and these ranks run on the CPU; set it to false")
+        raise UserError("model.own_gelu is for GPUs, and these ranks run on the CPU; give --model.no-own-gelu")
     if kernel in ("cudnn", "flash") and precision not in COMPUTE_DTYPES:
         raise UserError(f"model.attention {kernel} does not compute in {precision}; use train.precision bf16 or fp16")
     if kernel == "efficient" and precision == "fp64":
@@ -100,7 +100,9 @@ def check_device(world: World, config: Config) -> None:
     if kernel in ("cudnn", "efficient") and model.kv_heads not in (None, model.heads):
         raise UserError(f"model.attention {kernel} does not know shared key and value heads; use auto, flash or math")
     if model.own_gelu and (model.activation != "gelu" or model.norm != "layernorm"):
-        raise UserError("model.own_gelu is for model.activation gelu with a bias (model.norm layernorm); set it to false")
+        raise UserError(
+            "model.own_gelu is for model.activation gelu with model.norm layernorm; give --model.no-own-gelu"
+        )
 
 
 def prepare_strategy(world: World, config: Config, dataset: DataSet) -> Strategy:
