@@ -53,7 +53,7 @@ MISTAKES = {
     "bench train --csv /nowhere/x.csv": "--csv /nowhere/x.csv: there is no folder /nowhere",
     "train --share-gpu --nproc 2": "--share-gpu was given, but torch sees no GPU here",
     "train --device cpu --model gpt --data text --model.attention cudnn": "model.attention cudnn is for GPUs",
-    "train configs/gpt2_small.yaml --device cpu": "model.own_gelu is for GPUs, and these ranks run on the CPU; give --model.no-own-gelu",
+    "train configs/gpt2_small.yaml --device cpu": "these ranks run on the CPU; give --model.no-own-gelu",
     "train --device cpu --train.steps 1 --run-dir /dev/full": "--run-dir /dev/full cannot be written (File exists)",
 }
 
