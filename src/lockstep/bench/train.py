@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.bench.memory import Memory, measure_memory
 from lockstep.bench.timeline import timeline
@@ -55,7 +56,9 @@ def bench_cases(
     for case in cases:
         check_ranges(case.config)
     peaks = Peaks()
-    runners = [Runner(world, case, peaks) for case in cases]
+    models = Models()
+    runners = [Runner(world, case, peaks, models) for case in cases]
+    models.forget()
     for round_ in range(warmup + steps):
         turn = round_ % len(runners)
         for runner in runners[turn:] + runners[:turn]:
@@ -92,7 +95,7 @@ def with_enough_data(config: Config) -> Config:
 class Runner:
     """One case on this rank, ready to take steps; on a rank that it does not need, it only keeps the others' time."""
 
-    def __init__(self, world: World, case: Case, peaks: "Peaks") -> None:
+    def __init__(self, world: World, case: Case, peaks: "Peaks", models: "Models") -> None:
         self.world, self.case = world, case
         self.part = part_of(world, case.ranks, case.strategy.partition("@")[2])
         dataset = load_data(world, case.config)
@@ -106,8 +109,9 @@ class Runner:
         self.timing: Timing | None = None
         if self.part is not None:
             with self._cores():
-                memory = memory_of_steps(self.part, case.config, case.strategy, dataset)
-                self.strategy = prepare_named(self.part, case.config, case.strategy, dataset)
+                plain = models.of(case.config, dataset.spec)
+                memory = memory_of_steps(self.part, case.config, case.strategy, dataset, plain)
+                self.strategy = prepare_named(self.part, case.config, case.strategy, dataset, plain)
                 self.strategy.ledger.sees_ends = True
                 peak = peaks.of(self.part, case.config.train.precision)
                 self.timing = new_timing(self.part, case, self.strategy, dataset, memory, peak)
@@ -176,11 +180,13 @@ def meeting_cycle(config: Config) -> int:
     return config.parallel.sync_every if config.parallel.data == "local_sgd" else 1
 
 
-def memory_of_steps(world: World, config: Config, name: str, dataset: DataSet) -> Memory:
+def memory_of_steps(
+    world: World, config: Config, name: str, dataset: DataSet, plain: nn.Module | None = None
+) -> Memory:
     """What a few steps need on this rank (DDP regroups its buckets after the first)."""
     batches, steps = full_batches(config, dataset), max(3, meeting_cycle(named_config(config, name)))
     with measure_memory(world.device) as watch:
-        strategy = prepare_named(world, config, name, dataset)
+        strategy = prepare_named(world, config, name, dataset, plain)
         watch.steps_begin()
         for indices in islice(cycle(batches), steps):
             strategy.step(read_share(dataset.train, indices, strategy.batch_share())).totals.pending.wait()
@@ -209,8 +215,10 @@ def _synchronize(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def prepare_named(world: World, config: Config, name: str, dataset: DataSet) -> Strategy:
-    return prepare_strategy(world, named_config(config, name), dataset)
+def prepare_named(
+    world: World, config: Config, name: str, dataset: DataSet, plain: nn.Module | None = None
+) -> Strategy:
+    return prepare_strategy(world, named_config(config, name), dataset, plain)
 
 
 def named_config(config: Config, name: str) -> Config:
@@ -230,6 +238,22 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
     if any(True for _ in model.buffers()):
         return None  # running statistics travel too
     return expected_traffic(model, config.parallel, ranks)
+
+
+class Models:
+    """A case's model as `build_model` gives it, once for all cases in a row that share it: random weights take long."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[object, ...], nn.Module] | None = None
+
+    def of(self, config: Config, spec: DataSpec) -> nn.Module:
+        asked = (config.model, spec, config.train.seed)
+        if self._last is None or self._last[0] != asked:
+            self._last = asked, build_model(config.model, spec, config.train.seed)
+        return self._last[1]
+
+    def forget(self) -> None:
+        self._last = None
 
 
 class Peaks:

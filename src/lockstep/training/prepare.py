@@ -1,5 +1,6 @@
 """From a config to something that can take steps: the data, the model with what was asked for, the strategy."""
 
+import copy
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -55,9 +56,12 @@ def load_data(world: World, config: Config) -> DataSet:
     return dataset
 
 
-def prepared_model(config: Config, spec: DataSpec) -> nn.Module:
-    """The config's model on one device, with its adapters and its activation checkpointing."""
-    model = build_model(config.model, spec, config.train.seed)
+def prepared_model(config: Config, spec: DataSpec, plain: nn.Module | None = None) -> nn.Module:
+    """The config's model on one device, with its adapters and its activation checkpointing.
+
+    `plain` is what `build_model` gives for it, where the caller has it already; it is copied.
+    """
+    model = build_model(config.model, spec, config.train.seed) if plain is None else copy.deepcopy(plain)
     if config.train.weights is not None:
         load_weights(model, Path(config.train.weights))
     lora = config.lora
@@ -105,13 +109,13 @@ def check_device(world: World, config: Config) -> None:
         )
 
 
-def prepare_strategy(world: World, config: Config, dataset: DataSet) -> Strategy:
-    """The model of the config, spread by the strategy of the config."""
+def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.Module | None = None) -> Strategy:
+    """The model of the config (a copy of `plain` with what was asked for), spread by the strategy of the config."""
     check_device(world, config)
     # A CPU without units for bf16 computes all the same; torch tells of it with pages of its own frames.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     strategy = make_strategy(world, config.parallel, step_options(config, dataset))
-    model = prepared_model(config, dataset.spec)
+    model = prepared_model(config, dataset.spec, plain)
     strategy.parameters, strategy.flops_per_sample = parameter_count(model), training_flops(model)
     strategy.prepare(model, optimizer_factory(config.train))
     return strategy
