@@ -11,11 +11,11 @@ medium="$gpt --model.size medium --train.batch-size 16 --data.samples 16"
 strategies="naive flat overlap bucketed ddp fsdp zero1 zero2 zero3"
 command -v lockstep > /dev/null || lockstep() { python -m lockstep "$@"; }
 
-with_mps() { # ranks' kernels side by side; a fault of one process would end all on the GPU, so not for tests
+with_mps() ( # ranks' kernels side by side; a fault of one process would end all on the GPU, so not for tests
   nvidia-cuda-mps-control -d
+  trap 'echo quit | nvidia-cuda-mps-control' EXIT
   "$@"
-  echo quit | nvidia-cuda-mps-control
-}
+)
 
 say() { # NAME command...: to the screen, and to OUT/NAME.txt
   local name=$1
