@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lockstep.comm.ledger import Ledger
+from lockstep.comm.ledger import Ledger, Mark, mark, seconds_between
 from lockstep.config import GPT, Config, check_ranges, save_config
 from lockstep.data import Batch, DataSet, Sampler, read_share
 from lockstep.errors import UserError
@@ -98,6 +98,7 @@ class Issued:
     lr: float
     data_seconds: float
     result: StepResult
+    end: Mark
     phases: Phases
     ledger: Ledger
 
@@ -133,7 +134,7 @@ class Run:
         self.losses: list[float] = []
         self.is_gpt = isinstance(config.model, GPT)
         self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.is_gpt else (0.0, "")
-        self._window_start = time.perf_counter()
+        self._window_start = mark(world.device)
         self._window_samples = 0
 
     def train(self) -> TrainResult:
@@ -234,10 +235,11 @@ class Run:
             lr = learning_rate(self.config.train, self.steps_done, self.total_steps)
             self.strategy.set_learning_rate(lr)
             result = self.strategy.step(batch)
+            end = mark(self.world.device)
             self.steps_done += 1
             phases, ledger = copy(self.strategy.phases), copy(self.strategy.ledger)  # the next step begins new ones
             self.unseen.append(
-                Issued(self.steps_done, epoch, len(indices), batch, lr, data_seconds, result, phases, ledger)
+                Issued(self.steps_done, epoch, len(indices), batch, lr, data_seconds, result, end, phases, ledger)
             )
             self._look(self.ahead)
             self.bar.show(self.steps_done, self.status)
@@ -260,9 +262,9 @@ class Run:
         """Write one record; return its short form for the progress bar. Every rank reads the loss: it is a sum."""
         loss, accuracy = step.result.loss, step.result.accuracy
         self.losses.append(loss)
-        now = time.perf_counter()
-        samples_per_second = self._window_samples / (now - self._window_start)
-        self._window_start, self._window_samples = now, 0
+        # By the device's clock: the host looks at a step later, and not always equally late.
+        samples_per_second = self._window_samples / seconds_between(self._window_start, step.end)
+        self._window_start, self._window_samples = step.end, 0
         values: dict[str, Any] = {"epoch": step.epoch, "loss": loss, "lr": step.lr}
         words = [f"loss {loss:.4f}"]
         if self.dataset.spec.kind != "regression":
@@ -317,5 +319,5 @@ class Run:
         if self.status and not self.console.is_terminal:
             self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  train {self.status}")
         self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  test {words}")
-        self._window_start, self._window_samples = time.perf_counter(), 0
+        self._window_start, self._window_samples = mark(self.world.device), 0
         return loss, accuracy
