@@ -15,7 +15,8 @@ from torch import nn
 from lockstep.bench.memory import Memory, measure_memory
 from lockstep.bench.timeline import timeline
 from lockstep.bench.timing import Timing, merge_ranks
-from lockstep.comm.collectives import all_gather_objects, barrier
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.comm.hosts import any_rank
 from lockstep.config import Config, Parallel, check_ranges
 from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
 from lockstep.errors import UserError
@@ -115,12 +116,11 @@ class Runner:
                 self.strategy.ledger.sees_ends = True
                 peak = peaks.of(self.part, case.config.train.precision)
                 self.timing = new_timing(self.part, case, self.strategy, dataset, memory, peak)
-        if world.size > 1:
-            barrier()
+        hosts_meet(world)
 
     def step(self, round_: int, timed: bool) -> None:
         if self.timing is None or self.part is None:
-            barrier()
+            hosts_meet(self.world)
             return
         indices = self.batches[round_ % len(self.batches)]
         batch = read_share(self.data, indices, self.strategy.batch_share())
@@ -205,9 +205,14 @@ def timed_step(world: World, strategy: Strategy, batch: Batch) -> tuple[float, S
 
 def meet(world: World) -> None:
     """All ranks begin together, with nothing left to do on the device."""
-    if world.size > 1:
-        barrier()
+    hosts_meet(world)
     _synchronize(world)
+
+
+def hosts_meet(world: World) -> None:
+    """Past the GPUs: ranks that sleep while others are timed may share theirs, and a kernel that waits takes room."""
+    if world.size > 1:
+        any_rank(False, world.device, None)
 
 
 def _synchronize(world: World) -> None:
