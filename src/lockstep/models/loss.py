@@ -31,11 +31,16 @@ def loss_for(kind: Kind) -> LossSum:
 
 
 def with_correct_count(loss: LossSum) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(outputs, targets) -> (sum of losses, correct predictions): one function, so that it can be compiled as one."""
+    """(outputs, targets) -> (sum of losses, correct predictions): one function, so that it can be compiled as one.
+
+    The loss is taken in fp32 or better, whatever the outputs come in.
+    """
 
     def measure(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if loss is cross_entropy_sum and outputs.shape[-1] >= MANY_CLASSES and usable_on(outputs):
             return fused_cross_entropy(outputs, targets)
+        if outputs.dtype in (torch.bfloat16, torch.float16):
+            outputs = outputs.float()
         return loss(outputs, targets), correct_count(outputs, targets)
 
     return measure

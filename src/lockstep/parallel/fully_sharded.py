@@ -51,6 +51,7 @@ class FullyShardedDataParallel(ShardedModule):
         module: nn.Module,
         shard: ShardBy | None = None,
         compute_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = torch.float32,
         process_group: Group = None,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
@@ -60,12 +61,14 @@ class FullyShardedDataParallel(ShardedModule):
     ) -> None:
         """`shard`: classes of modules, or a predicate, that become units; the module itself may be one.
 
-        `compute_dtype`: compute and communicate in it; masters and their gradients stay as they are. `offload`: keep
-        pieces in the host's memory. `device`: where to compute, for a module on the meta device; `initialize` then
-        fills each submodule (default: its `reset_parameters`), one unit at a time.
+        `compute_dtype`: compute and communicate in it; masters and their gradients stay as they are. `output_dtype`:
+        what it then gives its outputs in; None: in `compute_dtype`. `offload`: keep pieces in the host's memory.
+        `device`: where to compute, for a module on the meta device; `initialize` then fills each submodule (default:
+        its `reset_parameters`), one unit at a time.
         """
         super().__init__(module, shard, compute_dtype, process_group, device, offload, initialize)
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
+        self.output_dtype = output_dtype if compute_dtype is not None else None
         self._order: list[Block] = []  # as their forward began, in the last pass
         self._order_before: list[Block] = []
         self._backward_runs = False
@@ -103,7 +106,7 @@ class FullyShardedDataParallel(ShardedModule):
             for unit, was_whole in zip(outside, whole_before, strict=True):
                 if not was_whole:  # else the backward of an earlier forward needs it
                     unit.free()
-        outputs = self._cast(outputs, torch.float32 if self.compute_dtype is not None else None)
+        outputs = self._cast(outputs, self.output_dtype)
         for value in tree_flatten(outputs)[0]:
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda _: self._backward_begins())

@@ -83,7 +83,7 @@ class DeepSpeed(Strategy):
         if dtype is not None and inputs.is_floating_point():
             inputs = inputs.to(dtype)
         outputs: Tensor = self.engine(inputs)
-        return outputs.float()
+        return outputs
 
     def predict(self, inputs: Tensor) -> Tensor:
         return self.forward(inputs)

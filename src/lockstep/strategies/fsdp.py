@@ -6,7 +6,6 @@ Both are imported where they are used: that takes a second, which every rank of 
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,15 +48,14 @@ class FSDP(Sharded):
 
         options: dict[str, Any] = {"mesh": self._mesh()}
         compute = COMPUTE_DTYPES.get(self.options.precision)
-        inside = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32)
-        around = replace(inside, output_dtype=compute and torch.float32)  # the loss is taken in fp32
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32)
         if self.parallel.offload == "cpu":
             options["offload_policy"] = CPUOffloadPolicy()
         for _, block in blocks_of(model):
             free = self.parallel.sharding != "SHARD_GRAD_OP"
-            fully_shard(block, reshard_after_forward=free, mp_policy=inside, **options)
+            fully_shard(block, reshard_after_forward=free, mp_policy=policy, **options)
         # What lies outside the blocks is not freed: backward begins with it.
-        fully_shard(model, reshard_after_forward=False, mp_policy=around, **options)
+        fully_shard(model, reshard_after_forward=False, mp_policy=policy, **options)
         for name, module in sharded_modules(model):
             observe(module, name or OUTSIDE, self.world.device)
             if self.world.device.type == "cpu":  # gloo's average has summed

@@ -106,6 +106,7 @@ class Zero3(Wrapped, Sharded):
             self.model,
             shard=lambda module: module in blocks or module is model,
             compute_dtype=COMPUTE_DTYPES.get(self.options.precision),
+            output_dtype=None,  # the loss computes in fp32 whatever it is given
             process_group=self.data_group,
             reshard_after_forward=self.parallel.sharding == "FULL_SHARD",
             prefetch=self.parallel.prefetch,
