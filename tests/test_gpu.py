@@ -86,13 +86,16 @@ def check_kernels(world: World) -> None:
         targets = torch.randint(width, (rows,), device=world.device)
         targets[:9:2] = logits[:9:2].argmax(-1)
         targets[3] = -100
-        loss, correct = cross_entropy(logits, targets, -100)
-        (mine,) = torch.autograd.grad(loss * 0.3, logits)
         expected = F.cross_entropy(logits.float(), targets, reduction="sum")
         (theirs,) = torch.autograd.grad(expected * 0.3, logits)
-        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-        assert int(correct) == int((logits.argmax(-1) == targets).sum())
-        torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
+        for foreseen in (None, 0.3, 0.7):  # not at all, rightly, wrongly
+            slope = None if foreseen is None else torch.tensor(foreseen, dtype=torch.float64, device=world.device)
+            loss, correct = cross_entropy(logits, targets, -100, slope)
+            assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+            assert int(correct) == int((logits.argmax(-1) == targets).sum())
+            for again in (True, False):
+                (mine,) = torch.autograd.grad(loss * 0.3, logits, retain_graph=again)
+                torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
     for dtype, shape in ((torch.bfloat16, (3, 301, 6400)), (torch.float32, (1, 5)), (torch.float16, (1000, 3072))):
         x = torch.randn(shape, device=world.device, dtype=dtype, requires_grad=True)
         bias = torch.randn(shape[-1], device=world.device, requires_grad=True)
@@ -137,8 +140,10 @@ def check_nan(world: World, name: str) -> None:
     before, measure = strategy.full_state_dict(), strategy.measure
     if world.rank == 1:
 
-        def broken(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            loss, correct = measure(outputs, targets)
+        def broken(
+            outputs: torch.Tensor, targets: torch.Tensor, slope: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            loss, correct = measure(outputs, targets, slope)
             return loss * float("nan"), correct
 
         strategy.measure = broken

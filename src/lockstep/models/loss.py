@@ -1,6 +1,7 @@
 """Losses as sums with a count, so that ranks and micro-batches of different sizes can be weighted rightly."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +31,19 @@ def loss_for(kind: Kind) -> LossSum:
     return squared_error_sum if kind == "regression" else cross_entropy_sum
 
 
-def with_correct_count(loss: LossSum) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(outputs, targets) -> (sum of losses, correct predictions): one function, so that it can be compiled as one.
+class Measure(Protocol):
+    """(outputs, targets) -> (sum of losses, correct predictions)."""
 
-    The loss is taken in fp32 or better, whatever the outputs come in.
-    """
+    def __call__(self, outputs: Tensor, targets: Tensor, slope: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`slope`: what backward will multiply the sum's gradient with, if it is known by now."""
 
-    def measure(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+
+def with_correct_count(loss: LossSum) -> Measure:
+    """One function, so that it can be compiled as one. The loss is taken in fp32 at least, whatever the outputs are."""
+
+    def measure(outputs: Tensor, targets: Tensor, slope: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if loss is cross_entropy_sum and outputs.shape[-1] >= MANY_CLASSES and usable_on(outputs):
-            return fused_cross_entropy(outputs, targets)
+            return fused_cross_entropy(outputs, targets, slope)
         if outputs.dtype in (torch.bfloat16, torch.float16):
             outputs = outputs.float()
         return loss(outputs, targets), correct_count(outputs, targets)
@@ -47,11 +52,11 @@ def with_correct_count(loss: LossSum) -> Callable[[Tensor, Tensor], tuple[Tensor
 
 
 @torch.compiler.disable
-def fused_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def fused_cross_entropy(outputs: Tensor, targets: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both by our own kernels."""
     from lockstep.models.kernels.cross_entropy import cross_entropy  # Triton is where GPUs are
 
-    return cross_entropy(outputs.flatten(0, -2), targets.flatten(), IGNORED)
+    return cross_entropy(outputs.flatten(0, -2), targets.flatten(), IGNORED, slope)
 
 
 def correct_count(outputs: Tensor, targets: Tensor) -> Tensor:
