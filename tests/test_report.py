@@ -10,7 +10,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.record import Record, read_record
 from lockstep.report import gather, write_report
-from lockstep.report.page import readable
+from lockstep.report.page import decimals, readable
 from tests.browser import Browser, chromium
 
 ENVIRONMENT = {"processor": "a processor", "cores": 4, "torch": "2.13"}
@@ -177,3 +177,13 @@ def test_a_run_that_still_writes_is_read_up_to_its_last_whole_line(tmp_path: Pat
 )
 def test_numbers_are_readable(value: float, text: str) -> None:
     assert readable(value) == text
+
+
+def test_a_column_has_its_points_in_one_line() -> None:
+    assert decimals([231.3, 90.786, 0.0]) == 1
+    assert decimals([0.7, 1.0]) == 3
+    assert decimals([12.5, 9.0]) == 2
+    assert decimals([1234.5, 900.2]) == 0
+    assert decimals([4, 8]) == 0
+    assert decimals([9e-5, 7.0]) is None
+    assert decimals([]) is None

@@ -159,7 +159,8 @@ def write(
     if arguments.plot is not None:
         plot_timings(timings, Path(arguments.plot))
     if arguments.json is not None:
-        title = arguments.preset or f"{config.model.name}, {timings[0].ranks} ranks"
+        model = f"{config.model.name} of {timings[0].parameters:,} parameters"
+        title = arguments.preset or f"{model}, {timings[0].ranks} ranks"
         drawn = {t.label: t.timelines for t in timings}
         rows = [{**row, "timelines": drawn[row["label"]] if row.get("link") in (None, "none") else []} for row in rows]
         result = {"rows": rows, "sentences": [*reading, *verdicts(timings)]}

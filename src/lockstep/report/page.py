@@ -110,10 +110,8 @@ def _chart(chart: Any, charts: list[Any]) -> str:
 
 def _table(table: Table, file: str) -> str:
     head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for _, h in table.columns)
-    lines = []
-    for row in table.rows:
-        cells = (_cell(row.get(key), heading) for key, heading in table.columns)
-        lines.append(f"<tr>{''.join(cells)}</tr>")
+    columns = [_column([row.get(key) for row in table.rows], heading) for key, heading in table.columns]
+    lines = [f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True)]
     caption = f'{escape(table.caption)} <a class="file" href="{escape(file)}" download>CSV</a>'
     return (
         f'<div class="scroll"><table class="sortable"><caption>{caption}</caption>'
@@ -121,14 +119,33 @@ def _table(table: Table, file: str) -> str:
     )
 
 
-def _cell(value: Any, heading: str) -> str:
-    """Numbers keep their full value for sorting, and show what a person reads."""
-    if value is None or (isinstance(value, float) and not isfinite(value)):
-        return '<td class="none">-</td>'
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"<td>{escape(str(value))}</td>"
-    shown = f"{100 * value:.1f}%" if heading.endswith(SHARES) else readable(value)
-    return f'<td class="number" data-value="{value!r}">{escape(shown)}</td>'
+def _column(values: list[Any], heading: str) -> list[str]:
+    """Its cells. Numbers keep their full value for sorting, and show what a person reads."""
+    numbers = [v for v in values if isinstance(v, int | float) and isfinite(v)]
+    places = None if heading.endswith(SHARES) else decimals(numbers)
+
+    def cell(value: Any) -> str:
+        if value is None or (isinstance(value, float) and not isfinite(value)):
+            return '<td class="none">-</td>'
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"<td>{escape(str(value))}</td>"
+        if heading.endswith(SHARES):
+            shown = f"{100 * value:.1f}%"
+        else:
+            shown = readable(value) if places is None else f"{value:,.{places}f}"
+        return f'<td class="number" data-value="{value!r}">{escape(shown)}</td>'
+
+    return [cell(value) for value in values]
+
+
+def decimals(numbers: list[float]) -> int | None:
+    """How many all numbers of a column show, so that their points stand in one line; None if they differ too much."""
+    sizes = [abs(number) for number in numbers if number]
+    if not sizes or max(sizes) > 1000 * min(sizes):
+        return None
+    if all(float(number).is_integer() for number in numbers):
+        return 0
+    return next((places for places, limit in enumerate((1000, 100, 10)) if max(sizes) >= limit), 3)
 
 
 def readable(value: float) -> str:
