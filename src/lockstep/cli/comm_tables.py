@@ -151,9 +151,11 @@ def figures(row: Row) -> dict[str, Any]:
 def write_json(result: Result, file: Path) -> None:
     """The rows as in the CSV, with the seconds of every iteration of every rank; and the pairs."""
     rows = [{**figures(row), "seconds_by_rank": row.seconds} for row in result.rows]
+    names, ranks = list(dict.fromkeys(row.collective for row in result.rows)), [row.ranks for row in result.rows]
     pairs = None
     if result.pairs is not None:
         pairs = {"latency_s": result.pairs.latency, "bandwidth_bytes_per_s": result.pairs.bandwidth}
+        names, ranks = [*names, "pairs"], [*ranks, len(result.pairs.latency)]
     document = {"device": result.device, "backend": result.backend, "rows": rows, "pairs": pairs}
-    title = f"{', '.join(dict.fromkeys(row.collective for row in result.rows))} on {result.backend}"
-    Record("bench comm", document, title=title).write(file)
+    what = ", ".join(names) if len(names) < 4 else f"{len(names)} collectives"
+    Record("bench comm", document, title=f"{what} on {result.backend}, {max(ranks)} ranks").write(file)

@@ -2,7 +2,7 @@
 // Bars and lines, drawn as SVG from plain data. No library: the page must open offline, for years.
 
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = 8;
+const COLOURS = 10;
 
 function colour(index) {
   return `var(--c${index % COLOURS})`;
