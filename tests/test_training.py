@@ -300,7 +300,7 @@ def test_gradients_leave_their_products_in_fp32() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from lockstep.strategies.wide_gradients import CAST, MATRIX_PRODUCT, WideGradients
+    from lockstep.strategies.lean_gradients import CAST, MATRIX_PRODUCT, LeanGradients
 
     def two_products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         cast_only, seen = MATRIX_PRODUCT(a, b), MATRIX_PRODUCT(b, a)
@@ -311,11 +311,33 @@ def test_gradients_leave_their_products_in_fp32() -> None:
             a, b = (torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in ((4, 6), (6, 4)))
             graph = make_fx(two_products)(a, b).graph
             before = [value.meta["val"].dtype for value in graph.output_node().args[0]]
-            WideGradients()(graph)
+            LeanGradients()(graph)
         graph.lint()
         assert len(graph.find_nodes(op="call_function", target=MATRIX_PRODUCT.dtype)) == expected
         assert len(graph.find_nodes(op="call_function", target=CAST)) == 2 - expected
         assert [value.meta["val"].dtype for value in graph.output_node().args[0]] == before
+
+
+@pytest.mark.parametrize(("accumulate", "start", "adds"), [(True, 0.0, 0), (False, 0.0, 1), (True, 1.0, 1)])
+def test_rows_of_an_embedding_are_added_to_the_product(accumulate: bool, start: float, adds: int) -> None:
+    """In the gradient of a weight that head and embedding share; seen in the graph, and the same numbers."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from lockstep.strategies.lean_gradients import ADD, CAST, LeanGradients
+
+    def gradient(a: Tensor, b: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+        scattered = torch.ops.aten.index_put(torch.full((5, 4), start), [tokens], rows, accumulate)
+        total: Tensor = CAST(a @ b, torch.float32) + scattered
+        return total
+
+    a, b = torch.randn(5, 6).bfloat16(), torch.randn(6, 4).bfloat16()
+    given = a, b, torch.tensor([3, 1, 3]), torch.randn(1, 4).expand(3, 4)
+    module = make_fx(gradient, tracing_mode="fake")(*given)
+    LeanGradients()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert len(module.graph.find_nodes(op="call_function", target=ADD)) == adds
+    torch.testing.assert_close(module(*given), gradient(*given))
 
 
 def test_looking_a_step_later_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

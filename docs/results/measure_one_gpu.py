@@ -43,7 +43,7 @@ class Variant:
     """The host reads each step's loss before it issues the next."""
     cross_entropy: bool = True
     gelu: bool = True
-    wide_gradients: bool = True
+    lean_gradients: bool = True
 
     def config(self, size: str) -> Config:
         config = load_config(CONFIGS / f"gpt2_{size}.yaml")
@@ -60,13 +60,13 @@ class Variant:
                 stack.enter_context(patch("lockstep.training.optimizer.should_fuse", lambda _: False))
             if not self.cross_entropy:
                 stack.enter_context(patch("lockstep.models.loss.MANY_CLASSES", 10**9))
-            if not self.wide_gradients:
+            if not self.lean_gradients:
                 stack.enter_context(patch("lockstep.strategies.compiling.inductor_options", dict))
             yield
 
 
-ALL = Variant("weights' gradients leave their products in fp32")
-NARROW = replace(ALL, says="our own gelu(x + bias)", wide_gradients=False)
+ALL = Variant("weights' gradients in fp32 from their products on")
+NARROW = replace(ALL, says="our own gelu(x + bias)", lean_gradients=False)
 THEIR_GELU = replace(NARROW, says="the residual stream in bf16", gelu=False)
 WIDE = replace(THEIR_GELU, says="our own cross entropy", residual="fp32")
 COMPILED = replace(WIDE, says="no host wait in the loop", cross_entropy=False)

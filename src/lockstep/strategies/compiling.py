@@ -46,6 +46,6 @@ def inductor_options() -> dict[str, Any]:
     made the steps of GPT-2 faster. CUDA graphs are not made: the host is ahead of the device as it is, and they would
     move the gradients that hooks have taken hold of.
     """
-    from lockstep.strategies.wide_gradients import WideGradients  # the compiler takes seconds to import
+    from lockstep.strategies.lean_gradients import LeanGradients  # the compiler takes seconds to import
 
-    return {"post_grad_custom_post_pass": WideGradients()}
+    return {"post_grad_custom_post_pass": LeanGradients()}
