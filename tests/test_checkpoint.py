@@ -112,6 +112,30 @@ def test_every_layout_loads_every_other(tmp_path: Path) -> None:
             assert losses == pytest.approx(later, abs=tolerance), (source, saver, ranks, loader)
 
 
+def deepspeed_in_fp16(world: World, folder: Path) -> None:
+    """The engine makes its optimizer's state in a step of its own when it loads, under its own scale of the loss."""
+    config = config_for("deepspeed")
+    config.train.precision = "fp16"
+    first, second = (prepare_strategy(world, config, load_data(world, config)) for _ in range(2))
+    go_on(world, config, first, 0, 30)  # the scale finds its way down in the first ones
+    checkpoints = Checkpoints(world, folder)
+    checkpoints.save(first, {"step": 30}, wait=True)
+    whole, _ = checkpoints.find()
+    assert whole is not None
+    checkpoints.load(whole, second)
+    before, after = first.state_dict(), second.state_dict()  # whole on rank 0
+    assert after.keys() == before.keys()
+    moments = [name for name in before if name.endswith("exp_avg")]
+    assert len(moments) == (len(list(first.model.parameters())) if world.is_main else 0)
+    assert all(torch.equal(before[name], after[name]) and before[name].any() for name in moments)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif("deepspeed" not in available_strategies(), reason="DeepSpeed is not installed")
+def test_deepspeed_resumes_in_fp16(tmp_path: Path) -> None:
+    on_ranks(deepspeed_in_fp16, 2, tmp_path, timeout=100)
+
+
 # ---- whole or not at all -------------------------------------------------------------------------------------
 
 

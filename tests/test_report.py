@@ -186,4 +186,7 @@ def test_a_column_has_its_points_in_one_line() -> None:
     assert decimals([1234.5, 900.2]) == 0
     assert decimals([4, 8]) == 0
     assert decimals([9e-5, 7.0]) is None
+    assert decimals([0.0, 3e-8, 5e-8]) is None
+    assert decimals([0.0009, 0.0004]) is None
+    assert decimals([1400.2, 1.4]) is None
     assert decimals([]) is None

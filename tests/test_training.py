@@ -318,26 +318,50 @@ def test_gradients_leave_their_products_in_fp32() -> None:
         assert [value.meta["val"].dtype for value in graph.output_node().args[0]] == before
 
 
-@pytest.mark.parametrize(("accumulate", "start", "adds"), [(True, 0.0, 0), (False, 0.0, 1), (True, 1.0, 1)])
-def test_rows_of_an_embedding_are_added_to_the_product(accumulate: bool, start: float, adds: int) -> None:
+@pytest.mark.parametrize("how", ["added", "added, masked", "put", "to ones", "to a broadcast product"])
+def test_rows_of_an_embedding_are_added_to_the_product(how: str) -> None:
     """In the gradient of a weight that head and embedding share; seen in the graph, and the same numbers."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from lockstep.strategies.lean_gradients import ADD, CAST, LeanGradients
 
     def gradient(a: Tensor, b: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-        scattered = torch.ops.aten.index_put(torch.full((5, 4), start), [tokens], rows, accumulate)
+        start = torch.full((5, 4), 1.0 if how == "to ones" else 0.0)
+        if how == "added, masked":
+            masked = torch.ops.aten._unsafe_masked_index_put_accumulate
+            scattered = masked(start, (tokens < 3)[:, None], [tokens], rows)
+        else:
+            scattered = torch.ops.aten.index_put(start, [tokens], rows, how != "put")
         total: Tensor = CAST(a @ b, torch.float32) + scattered
         return total
 
-    a, b = torch.randn(5, 6).bfloat16(), torch.randn(6, 4).bfloat16()
-    given = a, b, torch.tensor([3, 1, 3]), torch.randn(1, 4).expand(3, 4)
+    a = torch.randn(1 if how == "to a broadcast product" else 5, 6).bfloat16()
+    given = a, torch.randn(6, 4).bfloat16(), torch.tensor([3, 1, 3]), torch.randn(1, 4).expand(3, 4)
     module = make_fx(gradient, tracing_mode="fake")(*given)
     LeanGradients()(module.graph)
     module.graph.lint()
     module.recompile()
-    assert len(module.graph.find_nodes(op="call_function", target=ADD)) == adds
+    assert len(module.graph.find_nodes(op="call_function", target=ADD)) == (not how.startswith("added"))
     torch.testing.assert_close(module(*given), gradient(*given))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp64"])
+def test_the_slope_of_the_loss_is_foreseen(precision: str) -> None:
+    """To the last bit, else our cross entropy would go over all logits' gradients once more."""
+    config = short(precision=precision, accumulation=3)
+    dataset = build_data(config)
+    strategy = prepare_strategy(World(), config, dataset)
+    measure, seen = strategy.measure, []
+
+    def watched(outputs: Tensor, targets: Tensor, slope: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        loss, correct = measure(outputs, targets, slope)
+        loss.register_hook(lambda actual: seen.append((actual, slope)))
+        return loss, correct
+
+    strategy.measure = watched
+    strategy.step(dataset.train.batch(torch.arange(2)))  # the third micro-batch is a filler
+    assert [float(foreseen) > 0 for _, foreseen in seen] == [True, True, False]
+    assert all(torch.equal(actual, foreseen.to(actual.dtype)) for actual, foreseen in seen)
 
 
 def test_looking_a_step_later_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

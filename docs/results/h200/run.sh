@@ -29,6 +29,8 @@ tests() { say gpu_tests python -m pytest -q tests/test_gpu.py; }
 verify() {
   say verify_fp64 lockstep verify --share-gpu --world-size 2 4
   say verify_fp32 lockstep verify --share-gpu --world-size 2 4 --precision fp32
+  say verify-savers lockstep verify --share-gpu --world-size 2 --savers --steps 6 \
+    --strategies bucketed ddp zero1 zero2 zero3 fsdp
 }
 
 train() {
@@ -45,6 +47,8 @@ comm() {
     say comm_nccl_$ranks lockstep bench comm --share-gpu --nproc $ranks --collectives all -b 8 -e 128M -f 16 -n 8 -w 2 \
       --csv "$out/comm_nccl_$ranks.csv" --json "$out/comm_nccl_$ranks.json"
   done
+  say comm_nccl_algorithms lockstep bench comm --share-gpu --nproc 4 --algorithms all --fit -b 1K -e 32M -f 8 -n 5 -w 2 \
+    --plot "$out/comm_nccl_algorithms.svg"
 }
 
 scaling() {
@@ -60,7 +64,7 @@ profile() {
 }
 
 knobs() {
-  say knobs_small python docs/results/measure_one_gpu.py small
+  say knobs_small python docs/results/measure_one_gpu.py small --turns 4 --steps 15
   say knobs_xl python docs/results/measure_one_gpu.py xl --variants compiled all --turns 3 --steps 8
 }
 

@@ -25,7 +25,7 @@ from lockstep.models import build_model
 from lockstep.strategies import StepResult, Strategy, strategy_named
 from lockstep.strategies.theory import Theory, expected_traffic
 from lockstep.training.peak import peak_flops
-from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.prepare import check_device, load_data, prepare_strategy
 from lockstep.world import World, check_backend, torch_backend
 
 Progress = Callable[[], None]
@@ -110,6 +110,7 @@ class Runner:
         self.timing: Timing | None = None
         if self.part is not None:
             with self._cores():
+                check_device(self.part, case.config)  # before the model is built, which may take long
                 plain = models.of(case.config, dataset.spec)
                 memory = memory_of_steps(self.part, case.config, case.strategy, dataset, plain)
                 self.strategy = prepare_named(self.part, case.config, case.strategy, dataset, plain)
@@ -205,8 +206,8 @@ def timed_step(world: World, strategy: Strategy, batch: Batch) -> tuple[float, S
 
 def meet(world: World) -> None:
     """All ranks begin together, with nothing left to do on the device."""
-    hosts_meet(world)
     _synchronize(world)
+    hosts_meet(world)
 
 
 def hosts_meet(world: World) -> None:

@@ -51,13 +51,13 @@ class FullyShardedDataParallel(ShardedModule):
         module: nn.Module,
         shard: ShardBy | None = None,
         compute_dtype: torch.dtype | None = None,
-        output_dtype: torch.dtype | None = torch.float32,
         process_group: Group = None,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         device: torch.device | None = None,
         offload: bool = False,
         initialize: Initialize | None = None,
+        output_dtype: torch.dtype | None = torch.float32,
     ) -> None:
         """`shard`: classes of modules, or a predicate, that become units; the module itself may be one.
 

@@ -139,13 +139,14 @@ def _column(values: list[Any], heading: str) -> list[str]:
 
 
 def decimals(numbers: list[float]) -> int | None:
-    """How many all numbers of a column show, so that their points stand in one line; None if they differ too much."""
+    """How many all numbers of a column show, so that their points stand in one line; None if some lose too much."""
     sizes = [abs(number) for number in numbers if number]
-    if not sizes or max(sizes) > 1000 * min(sizes):
+    if not sizes:
         return None
     if all(float(number).is_integer() for number in numbers):
         return 0
-    return next((places for places, limit in enumerate((1000, 100, 10)) if max(sizes) >= limit), 3)
+    places = next((places for places, limit in enumerate((1000, 100, 10)) if max(sizes) >= limit), 3)
+    return places if min(sizes) * 10**places >= 10 else None  # two digits are left
 
 
 def readable(value: float) -> str:

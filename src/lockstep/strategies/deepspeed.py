@@ -83,7 +83,8 @@ class DeepSpeed(Strategy):
         if dtype is not None and inputs.is_floating_point():
             inputs = inputs.to(dtype)
         outputs: Tensor = self.engine(inputs)
-        return outputs
+        # The engine scales an fp16 loss, and the scale must come before anything is rounded to fp16.
+        return outputs.float() if dtype == torch.float16 else outputs
 
     def predict(self, inputs: Tensor) -> Tensor:
         return self.forward(inputs)
@@ -152,6 +153,8 @@ class DeepSpeed(Strategy):
             self.engine.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+        if not self._inner_state()[1]:
+            raise UserError("DeepSpeed has skipped the step that makes its optimizer's state, so nothing can be loaded")
 
     def _leaves(self, keep: bool) -> dict[str, Tensor]:
         get_state = self.deepspeed.utils.safe_get_full_optimizer_state

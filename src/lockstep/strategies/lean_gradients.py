@@ -49,14 +49,15 @@ def _widen(graph: Graph, cast: Any) -> None:
 
 
 def _add_rows_in_place(graph: Graph, total: Any) -> None:
-    """x + zeros.add_rows(...), x a product or its cast: x.add_rows(...)."""
+    """product + zeros.add_rows(...): product.add_rows(...)."""
     parts: list[Any] = [part for part in total.args if isinstance(part, Node) and len(part.users) == 1]
-    product = next((p for p in parts if p.target in (MATRIX_PRODUCT.dtype, CAST)), None)
-    scattered = next((p for p in parts if p.target in ADD_ROWS and p.args[-1] is not False), None)
+    product = next((part for part in parts if _is_product(part)), None)
+    scattered = next((part for part in parts if part.target in ADD_ROWS and part.args[-1] is not False), None)
     if product is None or scattered is None or total.kwargs:
         return
     zeros, *rest = scattered.args
-    alike = all(product.meta["val"].dtype == part.meta["val"].dtype for part in (scattered, total))
+    values = [node.meta["val"] for node in (product, scattered, total)]
+    alike = len({(value.dtype, value.shape) for value in values}) == 1
     if alike and len(rest) == 3 and zeros.target is ZEROS and zeros.args[1] == 0:
         with graph.inserting_before(total):
             joined = graph.call_function(scattered.target, (product, *rest))
@@ -64,3 +65,9 @@ def _add_rows_in_place(graph: Graph, total: Any) -> None:
         total.replace_all_uses_with(joined)
         graph.erase_node(total)
         graph.erase_node(scattered)
+
+
+def _is_product(node: Any) -> bool:
+    """In fp32: written so, or cast."""
+    is_cast = node.target is CAST and node.args[0].target is MATRIX_PRODUCT.default
+    return is_cast or node.target is MATRIX_PRODUCT.dtype

@@ -146,8 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
         if with_gradient:
             assert slope is not None
-            ctx.foreseen = slope.to(torch.float32, copy=True)
-            ctx.save_for_backward(gradient)
+            ctx.foreseen, ctx.gradient = slope.to(torch.float32), gradient
         else:
             ctx.save_for_backward(logits, targets, log_sums)
         ctx.ignored, ctx.with_gradient = ignored, with_gradient
@@ -159,10 +158,11 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         if ctx.with_gradient:
-            (gradient,) = ctx.saved_tensors
+            gradient, ctx.gradient = ctx.gradient, None
+            if gradient is None:
+                raise RuntimeError("this loss has given its gradient away; compute it again for a second backward")
             programs, piece, warps = RESCALE
             _rescale[(programs,)](gradient, slope, ctx.foreseen, gradient.numel(), piece, num_warps=warps)
-            ctx.foreseen.copy_(slope)  # a second backward begins from here
             return gradient, None, None, None
         logits, targets, log_sums = ctx.saved_tensors
         rows, width = logits.shape
@@ -176,7 +176,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, targets: Tensor, ignored: int, slope: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(sum of losses, correct predictions) of logits (tokens, vocabulary); targets that are `ignored` count nowhere.
 
-    `slope`: d objective / d sum, where it is known before backward. If it turns out to be another, that costs time.
+    `slope`: d objective / d sum, where it is known before backward, which can then be called once. If it turns out to
+    be another, that costs time, and in fp16 what was too small to be kept at the foreseen one. It must not be 0 then.
     """
     found: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, targets, ignored, slope)
     return found
