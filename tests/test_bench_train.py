@@ -16,7 +16,7 @@ from lockstep.bench.presets import PRESETS, with_known_names, with_size_that_fit
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup, points, sentences
 from lockstep.bench.statistics import estimate
 from lockstep.bench.timing import Timing, as_rows, over_cycles
-from lockstep.bench.train import Case, bench_cases
+from lockstep.bench.train import Case, bench_cases, sharing
 from lockstep.cli import main
 from lockstep.cli.tables import write_rows
 from lockstep.cli.train_tables import verdicts
@@ -235,3 +235,10 @@ def test_scaling_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
 def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_fewer_ranks_have_more_of_a_shared_gpu() -> None:
+    """So that the utilization of one process refers to the whole of it."""
+    two_gpus = World(size=8, ranks_on_device=4)
+    assert [sharing(two_gpus, ranks) for ranks in (1, 2, 3, 8)] == [1, 1, 2, 4]
+    assert sharing(World(size=4, ranks_on_device=1), 4) == 1

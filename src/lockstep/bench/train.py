@@ -166,7 +166,15 @@ def part_of(world: World, ranks: int | None = None, backend: str = "") -> World 
     chosen = backend or world.backend
     check_backend(chosen, world.device, "--strategies @")
     group = dist.new_group(list(range(ranks)), backend=torch_backend(chosen))
-    return replace(world, size=ranks, backend=chosen, group=group) if world.rank < ranks else None
+    if world.rank >= ranks:
+        return None
+    return replace(world, size=ranks, backend=chosen, group=group, ranks_on_device=sharing(world, ranks))
+
+
+def sharing(world: World, ranks: int) -> int:
+    """How many of the first `ranks` ranks have one device, at most: ranks take the devices in turn."""
+    devices = -(-world.size // world.ranks_on_device)
+    return -(-ranks // devices)
 
 
 def full_batches(config: Config, dataset: DataSet) -> list[torch.Tensor]:
