@@ -61,6 +61,7 @@ profile() {
     say profile_$name lockstep profile --share-gpu --nproc 2 $small --parallel.data $name --memory-snapshot \
       --run-dir "runs/profile_$name"
   done
+  python docs/results/draw_overlap.py runs/profile_naive runs/profile_bucketed --out "$out/overlap.svg"
 }
 
 knobs() {

@@ -1,0 +1,68 @@
+"""One step of each trace that `lockstep profile` wrote on GPUs: when each rank's GPU computed, and when NCCL ran.
+
+python docs/results/draw_overlap.py runs/profile_naive runs/profile_bucketed --out overlap.svg
+"""
+
+import argparse
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+DEVICE_WORK = ("kernel", "gpu_memset", "gpu_memcpy")
+KINDS = {"computation": "#4477aa", "NCCL": "#ee7733"}
+GAP_US = 200.0
+"""Kernels that are closer than this are drawn as one."""
+
+
+def read_step(file: Path) -> tuple[float, float, list[dict[str, Any]]]:
+    """Begin and end of rank 0's second step, and all complete events."""
+    with gzip.open(file) as content:
+        events = [event for event in json.load(content)["traceEvents"] if event.get("ph") == "X"]
+    steps = [e for e in events if e["pid"] == 0 and e["name"] == "step" and e.get("cat") == "user_annotation"]
+    return steps[1]["ts"], steps[1]["ts"] + steps[1]["dur"], events
+
+
+def busy(events: list[dict[str, Any]], rank: int, kind: str, begin: float, end: float) -> list[tuple[float, float]]:
+    """(start, length) in ms of what the GPU did of that kind for a rank."""
+    spans: list[list[float]] = []
+    for event in sorted(events, key=lambda e: e["ts"]):
+        start, stop = max(event["ts"], begin), min(event["ts"] + event["dur"], end)
+        is_kind = ("nccl" in event["name"]) == (kind == "NCCL") and event.get("cat") in DEVICE_WORK
+        if event["pid"] != rank or not is_kind or start >= stop:
+            continue
+        if spans and start - spans[-1][1] < GAP_US:
+            spans[-1][1] = max(spans[-1][1], stop)
+        else:
+            spans.append([start, stop])
+    return [((start - begin) / 1e3, (stop - start) / 1e3) for start, stop in spans]
+
+
+def draw(folders: list[Path], out: Path) -> None:
+    plt.rcParams["svg.fonttype"] = "none"
+    figure, axes = plt.subplots(len(folders), 1, sharex=True, figsize=(9, 1.7 * len(folders)), squeeze=False)
+    for ax, folder in zip(axes[:, 0], folders, strict=True):
+        begin, end, events = read_step(folder / "trace.json.gz")
+        ranks = sorted({e["pid"] for e in events if e.get("cat") == "kernel"})
+        for row, (rank, kind) in enumerate((rank, kind) for rank in ranks for kind in KINDS):
+            ax.broken_barh(busy(events, rank, kind, begin, end), (row, 0.8), color=KINDS[kind], linewidth=0)
+        ax.set_yticks([row + 0.4 for row in range(2 * len(ranks))], [f"rank {r}, {k}" for r in ranks for k in KINDS])
+        ax.set_title(f"{folder.name.removeprefix('profile_')}: {(end - begin) / 1e3:.0f} ms", loc="left")
+        ax.invert_yaxis()
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("ms of one step")
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, help="what --run-dir of lockstep profile was")
+    parser.add_argument("--out", type=Path, default=Path("overlap.svg"))
+    given = parser.parse_args()
+    draw(given.folders, given.out)
