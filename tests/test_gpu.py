@@ -79,6 +79,7 @@ def test_compile_on_a_gpu() -> None:
 def check_kernels(world: World) -> None:
     from lockstep.models.kernels.cross_entropy import cross_entropy
     from lockstep.models.kernels.gelu import bias_gelu
+    from lockstep.models.kernels.join import join_columns
 
     torch.manual_seed(0)
     for dtype, rows, width in ((torch.bfloat16, 33, 50257), (torch.float32, 7, 4096), (torch.float16, 64, 50304)):
@@ -110,6 +111,13 @@ def check_kernels(world: World) -> None:
             tolerance = 1e-4 if dtype == torch.float32 else 2e-2
             for a, b in zip(got, right, strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * shape[-1] ** 0.5 / 30)
+
+    for shape in ((2, 35, 200), (8, 1024, 768), (1, 1, 8)):
+        parts = [torch.randn(shape, device=world.device).bfloat16() for _ in range(3)]
+        whole = torch.cat(parts, -1).flatten(0, 1)
+        joined, sums = join_columns(*parts)
+        assert torch.equal(joined, whole)
+        torch.testing.assert_close(sums, whole.float().sum(0, keepdim=True).bfloat16(), rtol=1e-2, atol=1e-2)
 
 
 def test_kernels_by_hand() -> None:

@@ -345,6 +345,45 @@ def test_rows_of_an_embedding_are_added_to_the_product(how: str) -> None:
     torch.testing.assert_close(module(*given), gradient(*given))
 
 
+@pytest.mark.parametrize("how", ["rows", "on a CPU", "not in rows", "seen", "in fp32", "other sums"])
+def test_columns_are_summed_while_they_are_joined(how: str) -> None:
+    """On a GPU, for parts that lie in rows; seen in the graph, with tensors that are not there, and by a stand-in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from lockstep.strategies.lean_gradients import JOIN, LeanGradients
+
+    def stand_in(*parts: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.cat(parts, -1).flatten(0, 1)
+        return rows, rows.sum(0, keepdim=True)
+
+    def gradient(*parts: Tensor) -> tuple[Tensor, ...]:
+        joined = torch.cat([part.transpose(1, 2).reshape(2, 3, 20) for part in parts], 2)
+        flat = joined.view(6, 60)
+        return (
+            flat.clone(),
+            flat.sum([1 if how == "other sums" else 0], keepdim=True),
+            *([joined] if how == "seen" else []),
+        )
+
+    dtype = torch.float32 if how == "in fp32" else torch.bfloat16
+    given = [torch.randn(2, 3, 4, 5).to(dtype).transpose(1, 2) for _ in range(3)]
+    if how == "not in rows":
+        given[1] = given[1].contiguous()
+    with FakeTensorMode():
+        device = "cpu" if how == "on a CPU" else "cuda"
+        fakes = [torch.empty_strided(g.shape, g.stride(), dtype=dtype, device=device) for g in given]
+        module = make_fx(gradient)(*fakes)
+        passing = LeanGradients()
+        passing.join_columns = stand_in
+        passing(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert len(module.graph.find_nodes(op="call_function", target=JOIN)) == (how != "rows")
+    assert len(module.graph.find_nodes(op="call_function", target=stand_in)) == (how == "rows")
+    torch.testing.assert_close(module(*given), gradient(*given))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp64"])
 def test_the_slope_of_the_loss_is_foreseen(precision: str) -> None:
     """To the last bit, else our cross entropy would go over all logits' gradients once more."""
