@@ -65,7 +65,7 @@ class Variant:
             yield
 
 
-ALL = Variant("lean gradients: in fp32 from their products on, embedding's rows added there")
+ALL = Variant("lean gradients: in fp32 from the products on, rows added and columns summed on the way")
 NARROW = replace(ALL, says="our own gelu(x + bias)", lean_gradients=False)
 THEIR_GELU = replace(NARROW, says="the residual stream in bf16", gelu=False)
 WIDE = replace(THEIR_GELU, says="our own cross entropy", residual="fp32")
