@@ -11,10 +11,11 @@ from typing import Any
 
 import matplotlib
 
+from lockstep.profile.diagnosis import STEP, is_communication, is_kernel
+
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-DEVICE_WORK = ("kernel", "gpu_memset", "gpu_memcpy")
 KINDS = {"computation": "#4477aa", "NCCL": "#ee7733"}
 GAP_US = 200.0
 """Kernels that are closer than this are drawn as one."""
@@ -23,8 +24,8 @@ GAP_US = 200.0
 def read_step(file: Path) -> tuple[float, float, list[dict[str, Any]]]:
     """Begin and end of rank 0's second step, and all complete events."""
     with gzip.open(file) as content:
-        events = [event for event in json.load(content)["traceEvents"] if event.get("ph") == "X"]
-    steps = [e for e in events if e["pid"] == 0 and e["name"] == "step" and e.get("cat") == "user_annotation"]
+        events = [event for event in json.load(content)["traceEvents"] if event.get("ph") == "X" and "cat" in event]
+    steps = [e for e in events if e["pid"] == 0 and e["name"] == STEP and e["cat"] == "user_annotation"]
     return steps[1]["ts"], steps[1]["ts"] + steps[1]["dur"], events
 
 
@@ -33,7 +34,7 @@ def busy(events: list[dict[str, Any]], rank: int, kind: str, begin: float, end: 
     spans: list[list[float]] = []
     for event in sorted(events, key=lambda e: e["ts"]):
         start, stop = max(event["ts"], begin), min(event["ts"] + event["dur"], end)
-        is_kind = ("nccl" in event["name"]) == (kind == "NCCL") and event.get("cat") in DEVICE_WORK
+        is_kind = is_kernel(event) and is_communication(event) == (kind == "NCCL")
         if event["pid"] != rank or not is_kind or start >= stop:
             continue
         if spans and start - spans[-1][1] < GAP_US:
@@ -48,7 +49,7 @@ def draw(folders: list[Path], out: Path) -> None:
     figure, axes = plt.subplots(len(folders), 1, sharex=True, figsize=(9, 1.7 * len(folders)), squeeze=False)
     for ax, folder in zip(axes[:, 0], folders, strict=True):
         begin, end, events = read_step(folder / "trace.json.gz")
-        ranks = sorted({e["pid"] for e in events if e.get("cat") == "kernel"})
+        ranks = sorted({e["pid"] for e in events if is_kernel(e)})
         for row, (rank, kind) in enumerate((rank, kind) for rank in ranks for kind in KINDS):
             ax.broken_barh(busy(events, rank, kind, begin, end), (row, 0.8), color=KINDS[kind], linewidth=0)
         ax.set_yticks([row + 0.4 for row in range(2 * len(ranks))], [f"rank {r}, {k}" for r in ranks for k in KINDS])

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from lockstep.bench.timeline import timeline
 from lockstep.bench.timing import Timing
 from lockstep.bench.train import Case, memory_of_steps, new_timing, prepare_named, timed_step
 from lockstep.comm.collectives import all_gather_objects
+from lockstep.comm.hosts import hosts_meet
 from lockstep.config import CNN, Config, Train
 from lockstep.data import DataSet, Sampler, read_share
 from lockstep.strategies import STRATEGIES, strategy_names
@@ -62,8 +62,7 @@ def demo(world: World, epochs: int = 10) -> list[DemoRow]:
             if name == "single":
                 alone = World(device=world.device)
                 row, weights = _train(alone, config, name, dataset, progress, task) if world.is_main else (None, {})
-                if world.size > 1:
-                    dist.barrier()
+                hosts_meet(world.device)
                 reference = all_gather_objects(weights)[0]
             else:
                 row, weights = _train(world, config, name, dataset, progress, task)

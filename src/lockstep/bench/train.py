@@ -16,7 +16,7 @@ from lockstep.bench.memory import Memory, measure_memory
 from lockstep.bench.timeline import timeline
 from lockstep.bench.timing import Timing, merge_ranks
 from lockstep.comm.collectives import all_gather_objects
-from lockstep.comm.hosts import any_rank
+from lockstep.comm.hosts import hosts_meet
 from lockstep.config import Config, Parallel, check_ranges
 from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
 from lockstep.errors import UserError
@@ -56,10 +56,8 @@ def bench_cases(
     cases = [replace(case, config=with_enough_data(case.config)) for case in cases]
     for case in cases:
         check_ranges(case.config)
-    peaks = Peaks()
-    models = Models()
-    runners = [Runner(world, case, peaks, models) for case in cases]
-    models.forget()
+        check_device(world, case.config)
+    runners = make_runners(world, cases)
     for round_ in range(warmup + steps):
         turn = round_ % len(runners)
         for runner in runners[turn:] + runners[:turn]:
@@ -110,18 +108,17 @@ class Runner:
         self.timing: Timing | None = None
         if self.part is not None:
             with self._cores():
-                check_device(self.part, case.config)  # before the model is built, which may take long
                 plain = models.of(case.config, dataset.spec)
                 memory = memory_of_steps(self.part, case.config, case.strategy, dataset, plain)
                 self.strategy = prepare_named(self.part, case.config, case.strategy, dataset, plain)
                 self.strategy.ledger.sees_ends = True
                 peak = peaks.of(self.part, case.config.train.precision)
                 self.timing = new_timing(self.part, case, self.strategy, dataset, memory, peak)
-        hosts_meet(world)
+        hosts_meet(world.device)
 
     def step(self, round_: int, timed: bool) -> None:
         if self.timing is None or self.part is None:
-            hosts_meet(self.world)
+            hosts_meet(self.world.device)
             return
         indices = self.batches[round_ % len(self.batches)]
         batch = read_share(self.data, indices, self.strategy.batch_share())
@@ -150,6 +147,11 @@ class Runner:
         torch.set_num_threads(self.case.threads or max(1, available_cores() // self.part.size))
         yield
         torch.set_num_threads(before)
+
+
+def make_runners(world: World, cases: list[Case]) -> list[Runner]:
+    peaks, models = Peaks(), Models()
+    return [Runner(world, case, peaks, models) for case in cases]
 
 
 def part_of(world: World, ranks: int | None = None, backend: str = "") -> World | None:
@@ -215,13 +217,8 @@ def timed_step(world: World, strategy: Strategy, batch: Batch) -> tuple[float, S
 def meet(world: World) -> None:
     """All ranks begin together, with nothing left to do on the device."""
     _synchronize(world)
-    hosts_meet(world)
-
-
-def hosts_meet(world: World) -> None:
-    """Past the GPUs: ranks that sleep while others are timed may share theirs, and a kernel that waits takes room."""
-    if world.size > 1:
-        any_rank(False, world.device, None)
+    if world.size > 1:  # else it is one of several ranks that trains alone
+        hosts_meet(world.device)
 
 
 def _synchronize(world: World) -> None:
@@ -265,9 +262,6 @@ class Models:
         if self._last is None or self._last[0] != asked:
             self._last = asked, build_model(config.model, spec, config.train.seed)
         return self._last[1]
-
-    def forget(self) -> None:
-        self._last = None
 
 
 class Peaks:

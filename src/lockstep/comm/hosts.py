@@ -23,3 +23,10 @@ def any_rank(here: bool, device: torch.device, group: Group) -> bool:
     """Whether it is so on some rank."""
     answer = torch.tensor([float(here)], device=flag_device(group, device))
     return bool(all_reduce(answer, group=group, purpose="agreement") > 0)
+
+
+def hosts_meet(device: torch.device, group: Group = None) -> None:
+    """Return when every rank has come here. Nothing waits on a GPU: ranks may share one, and a kernel that waits takes
+    room from those that compute.
+    """
+    any_rank(False, device, group)

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -120,22 +121,21 @@ def _table(table: Table, file: str) -> str:
 
 
 def _column(values: list[Any], heading: str) -> list[str]:
-    """Its cells. Numbers keep their full value for sorting, and show what a person reads."""
-    numbers = [v for v in values if isinstance(v, int | float) and isfinite(v)]
-    places = None if heading.endswith(SHARES) else decimals(numbers)
+    """Its cells."""
+    places = decimals([value for value in values if isinstance(value, int | float) and isfinite(value)])
+    show: Callable[[float], str] = readable if places is None else f"{{:,.{places}f}}".format
+    if heading.endswith(SHARES):
+        show = "{:.1%}".format
+    return [_cell(value, show) for value in values]
 
-    def cell(value: Any) -> str:
-        if value is None or (isinstance(value, float) and not isfinite(value)):
-            return '<td class="none">-</td>'
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return f"<td>{escape(str(value))}</td>"
-        if heading.endswith(SHARES):
-            shown = f"{100 * value:.1f}%"
-        else:
-            shown = readable(value) if places is None else f"{value:,.{places}f}"
-        return f'<td class="number" data-value="{value!r}">{escape(shown)}</td>'
 
-    return [cell(value) for value in values]
+def _cell(value: Any, show: Callable[[float], str]) -> str:
+    """Numbers keep their full value for sorting, and show what a person reads."""
+    if value is None or (isinstance(value, float) and not isfinite(value)):
+        return '<td class="none">-</td>'
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"<td>{escape(str(value))}</td>"
+    return f'<td class="number" data-value="{value!r}">{escape(show(value))}</td>'
 
 
 def decimals(numbers: list[float]) -> int | None:

@@ -77,8 +77,7 @@ def _add_rows_in_place(graph: Graph, total: Any) -> None:
     if product is None or scattered is None or total.kwargs:
         return
     zeros, *rest = scattered.args
-    values = [node.meta["val"] for node in (product, scattered, total)]
-    alike = len({(value.dtype, value.shape) for value in values}) == 1
+    alike = _are_alike(product, scattered, total)
     if alike and len(rest) == 3 and zeros.target is ZEROS and zeros.args[1] == 0:
         with graph.inserting_before(total):
             added = graph.call_function(scattered.target, (product, *rest))
@@ -103,9 +102,9 @@ def _sum_while_joining(graph: Graph, joined: Any, join_columns: Any) -> None:
     if not wanted or len(joined.users) > 1 or flat.target not in RESHAPE:
         return
     total = next((user for user in flat.users if user.target is SUM and user.args[1:] == ([0], True)), None)
-    is_flat = flat.meta["val"].shape == (value.numel() // value.shape[-1], value.shape[-1])
-    alike = len({part.meta["val"].shape for part in parts}) == 1
-    if total is None or total.kwargs or not is_flat or not alike or not all(_lies_in_rows(part) for part in parts):
+    if total is None or total.kwargs or not _are_alike(*parts) or not all(_lies_in_rows(part) for part in parts):
+        return
+    if flat.meta["val"].shape != (value.numel() // value.shape[-1], value.shape[-1]):
         return
     with graph.inserting_before(joined):
         both = graph.call_function(join_columns, tuple(parts))
@@ -116,6 +115,13 @@ def _sum_while_joining(graph: Graph, joined: Any, join_columns: Any) -> None:
         old.replace_all_uses_with(new)
         graph.erase_node(old)
     graph.erase_node(joined)
+
+
+def _are_alike(*nodes: Any) -> bool:
+    """In dtype and shape, if the shape is known by now: where the batch's size changes, it has symbols."""
+    values = [node.meta["val"] for node in nodes]
+    known = all(isinstance(size, int) for value in values for size in value.shape)
+    return known and len({(value.dtype, value.shape) for value in values}) == 1
 
 
 def _lies_in_rows(part: Any) -> bool:

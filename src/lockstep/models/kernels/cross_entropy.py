@@ -85,12 +85,11 @@ def _forward(  # type: ignore[no-untyped-def]
     tl.store(losses + row, tl.where(counts, log_sum - chosen, 0.0))
     if GRADIENT:
         gradient += row * width
-        scale = tl.where(counts, tl.load(slope).to(tl.float32), 0.0)
+        scale = tl.where(counts, tl.load(slope), 0.0)
         for start in tl.range(0, whole, piece, loop_unroll_factor=2):
             x = tl.load(logits + start + column).to(tl.float32)
-            tl.store(
-                gradient + start + column, _gradient(x, log_sum, start + column, target, scale), cache_modifier=".cs"
-            )
+            found = _gradient(x, log_sum, start + column, target, scale)
+            tl.store(gradient + start + column, found, cache_modifier=".cs")  # streams past what will be read again
         if whole < width:
             inside = whole + column < width
             x = tl.load(logits + whole + column, mask=inside, other=0.0).to(tl.float32)
@@ -137,19 +136,18 @@ class _CrossEntropy(torch.autograd.Function):
         rows, width = logits.shape
         losses, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
         correct = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        with_gradient = slope is not None and ctx.needs_input_grad[0]
-        gradient = torch.empty_like(logits) if with_gradient else None
-        threads, warps = WITH_GRADIENT if with_gradient else FORWARD
-        _forward[(rows,)](
-            *(logits, targets, slope, losses, log_sums, correct, gradient, width, ignored, threads, with_gradient),
-            num_warps=warps,
-        )
-        if with_gradient:
-            assert slope is not None
-            ctx.foreseen, ctx.gradient = slope.to(torch.float32), gradient
+        ctx.ignored, ctx.foreseen, ctx.gradient = ignored, None, None
+        if slope is not None and ctx.needs_input_grad[0]:
+            ctx.foreseen, ctx.gradient = slope.to(torch.float32), torch.empty_like(logits)
         else:
             ctx.save_for_backward(logits, targets, log_sums)
-        ctx.ignored, ctx.with_gradient = ignored, with_gradient
+        with_gradient = ctx.gradient is not None
+        threads, warps = WITH_GRADIENT if with_gradient else FORWARD
+        _forward[(rows,)](
+            *(logits, targets, ctx.foreseen, losses, log_sums, correct, ctx.gradient, width, ignored),
+            *(threads, with_gradient),
+            num_warps=warps,
+        )
         right = correct.sum()
         ctx.mark_non_differentiable(right)
         return losses.sum(), right
@@ -157,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-        if ctx.with_gradient:
+        if ctx.foreseen is not None:
             gradient, ctx.gradient = ctx.gradient, None
             if gradient is None:
                 raise RuntimeError("this loss has given its gradient away; compute it again for a second backward")
