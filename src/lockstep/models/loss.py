@@ -1,7 +1,6 @@
 """Losses as sums with a count, so that ranks and micro-batches of different sizes can be weighted rightly."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,19 +30,15 @@ def loss_for(kind: Kind) -> LossSum:
     return squared_error_sum if kind == "regression" else cross_entropy_sum
 
 
-class Measure(Protocol):
-    """(outputs, targets) -> (sum of losses, correct predictions)."""
+def with_correct_count(loss: LossSum) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(outputs, targets) -> (sum of losses, correct predictions): one function, so that it can be compiled as one.
 
-    def __call__(self, outputs: Tensor, targets: Tensor, slope: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`slope`: what backward will multiply the sum's gradient with, if it is known by now."""
+    The loss is taken in fp32 or better, whatever the outputs come in.
+    """
 
-
-def with_correct_count(loss: LossSum) -> Measure:
-    """One function, so that it can be compiled as one. The loss is taken in fp32 at least, whatever the outputs are."""
-
-    def measure(outputs: Tensor, targets: Tensor, slope: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def measure(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if loss is cross_entropy_sum and outputs.shape[-1] >= MANY_CLASSES and usable_on(outputs):
-            return fused_cross_entropy(outputs, targets, slope)
+            return fused_cross_entropy(outputs, targets)
         if outputs.dtype in (torch.bfloat16, torch.float16):
             outputs = outputs.float()
         return loss(outputs, targets), correct_count(outputs, targets)
@@ -52,11 +47,11 @@ def with_correct_count(loss: LossSum) -> Measure:
 
 
 @torch.compiler.disable
-def fused_cross_entropy(outputs: Tensor, targets: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor]:
+def fused_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Both by our own kernels."""
     from lockstep.models.kernels.cross_entropy import cross_entropy  # Triton is where GPUs are
 
-    return cross_entropy(outputs.flatten(0, -2), targets.flatten(), IGNORED, slope)
+    return cross_entropy(outputs.flatten(0, -2), targets.flatten(), IGNORED)
 
 
 def correct_count(outputs: Tensor, targets: Tensor) -> Tensor:

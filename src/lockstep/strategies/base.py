@@ -184,28 +184,28 @@ class Strategy(ABC):
             with self.gradient_sync(last=index == final) if synchronize else self.no_gradient_sync():
                 with self.phases("forward"), self.compute_precision():
                     outputs = self.forward(micro_batch.inputs)
-                    if index == 0:
-                        counting.wait()  # sent before forward, needed only now
-                    slope = self._slope(micro_batch, counts[0])
-                    loss_sum, correct = self.measure(outputs, micro_batch.targets, slope)
-                    del outputs  # backward may need their room
+                    loss_sum, correct = self.measure(outputs, micro_batch.targets)
                 if not micro_batch.filler:
                     totals.sums += torch.stack((loss_sum.detach().double(), correct.double()))
+                if index == 0:
+                    counting.wait()  # sent before forward, needed only now
                 if index == final:
                     totals.own_loss = totals.sums[0].clone()
                     totals.pending = self._sum_over_data_ranks(totals.sums, "loss")  # travels during backward
                 with self.phases("backward"):
-                    # A loss that is not finite must reach every rank, but backward looks at the loss's slope, not its
-                    # value: 0 * loss is 0 or NaN, and makes all gradients NaN.
-                    self.backward(loss_sum * (slope + 0 * loss_sum.detach()).to(loss_sum.dtype))
+                    self._backward(loss_sum, micro_batch, counts[0])
             if micro_batch.filler:
                 self.model.train()
         return totals
 
-    def _slope(self, micro_batch: Batch, count: Tensor) -> Tensor:
-        """What a micro-batch's sum of losses is multiplied with, so that the ranks' mean is the global batch's mean."""
-        slope = self.dims.data / count.clamp(min=1) * (0.0 if micro_batch.filler else 1.0)
-        return slope if self.loss_scale is None else slope * self.loss_scale.scale
+    def _backward(self, loss_sum: Tensor, micro_batch: Batch, count: Tensor) -> None:
+        weight = self.dims.data / count.clamp(min=1) * (0.0 if micro_batch.filler else 1.0)
+        # A loss that is not finite must reach every rank, but backward looks at the loss's slope, not its value:
+        # 0 * loss is 0 or NaN, and makes all gradients NaN.
+        loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.scale
+        self.backward(loss)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.module(inputs)

@@ -1,16 +1,13 @@
-"""Cross entropy over a large vocabulary, as kernels for a GPU.
+"""Cross entropy over a large vocabulary, as two kernels for a GPU.
 
 A batch of 32 x 1024 tokens has 3.3 GB of logits over GPT-2's vocabulary, so what the loss costs is how often they are
-read and written. Here they are read once, and their gradient is written once:
+read and written. Here forward reads them once, and backward reads them once and writes their gradient:
 
     forward     one program per token runs over its row. Each thread takes 8 neighbours at a time, and has a running
                 maximum m and a running sum of exp(x - m), rescaled whenever m grows; the threads meet in the end.
                 That gives log sum exp(x). Where the target is the maximum, one more look at what stands before it: of
                 equal logits, the row names the first. (In fp32, neighbours in the last bit may count as equal.)
-    gradient    d loss / d x = slope * (softmax(x) - [x is the target's]), softmax(x) = exp(x - log sum exp)
-
-Whoever knows the slope before backward says so, and forward writes the gradient too, while the row is still in the
-GPU's cache; backward then only compares the slopes. Otherwise backward reads the logits once more.
+    backward    d loss / d x = softmax(x) - [x is the target's] = exp(x - log sum exp) - [...]
 
 All arithmetic is in fp32, whatever the logits are kept in.
 """
@@ -27,12 +24,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FORWARD = (128, 4)
 """Threads of a program, each with 8 elements of a row at a time; warps that these make."""
-WITH_GRADIENT = (512, 16)
-"""The same for forward with the gradient: fewer rows at a time, which must all find room in the cache."""
 BACKWARD = (2048, 8)
 """Elements of a row that a program holds, and warps that share them."""
-RESCALE = (1024, 8192, 8)
-"""Programs, elements that each holds at a time, and warps that share them."""
 
 
 @triton.jit
@@ -44,25 +37,7 @@ def _fold(x, largest, totals):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradient(x, log_sum, column, target, scale):  # type: ignore[no-untyped-def]
-    softmax = tl.exp2((x - log_sum) * LOG2_E)
-    return scale * (softmax - (column == target).to(tl.float32))
-
-
-@triton.jit
-def _forward(  # type: ignore[no-untyped-def]
-    logits,
-    targets,
-    slope,
-    losses,
-    log_sums,
-    correct,
-    gradient,
-    width,
-    ignored,
-    THREADS: tl.constexpr,  # noqa: N803
-    GRADIENT: tl.constexpr,  # noqa: N803
-):
+def _forward(logits, targets, losses, log_sums, correct, width, ignored, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     target = tl.load(targets + row)
@@ -82,20 +57,8 @@ def _forward(  # type: ignore[no-untyped-def]
     highest = tl.max(largest, 0)
     at = tl.where(highest == -float("inf"), 0.0, highest)
     log_sum = (highest + tl.log2(tl.sum(totals * tl.exp2(largest - at), 0))) * LN_2
+    tl.store(log_sums + row, log_sum)
     tl.store(losses + row, tl.where(counts, log_sum - chosen, 0.0))
-    if GRADIENT:
-        gradient += row * width
-        scale = tl.where(counts, tl.load(slope), 0.0)
-        for start in tl.range(0, whole, piece, loop_unroll_factor=2):
-            x = tl.load(logits + start + column).to(tl.float32)
-            found = _gradient(x, log_sum, start + column, target, scale)
-            tl.store(gradient + start + column, found, cache_modifier=".cs")  # streams past what will be read again
-        if whole < width:
-            inside = whole + column < width
-            x = tl.load(logits + whole + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(gradient + whole + column, _gradient(x, log_sum, whole + column, target, scale), mask=inside)
-    else:
-        tl.store(log_sums + row, log_sum)
     is_named = counts & (chosen * LOG2_E == highest)
     if is_named:
         before_it = tl.zeros((THREADS, 8), tl.int32)
@@ -113,69 +76,39 @@ def _backward(logits, targets, log_sums, slope, gradient, width, ignored, PIECE:
     inside = column < width
     target = tl.load(targets + row)
     x = tl.load(logits + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    softmax = tl.exp(x - tl.load(log_sums + row))
     scale = tl.where(target != ignored, tl.load(slope).to(tl.float32), 0.0)
-    found = _gradient(x, tl.load(log_sums + row), column, target, scale)
-    tl.store(gradient + row * width + column, found, mask=inside)
-
-
-@triton.jit
-def _rescale(gradient, slope, foreseen, size, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Nothing, where the slope is the one that was foreseen."""
-    actual, expected = tl.load(slope).to(tl.float32), tl.load(foreseen)
-    if actual != expected:
-        for start in range(tl.program_id(0).to(tl.int64) * PIECE, size, tl.num_programs(0) * PIECE):
-            place = start + tl.arange(0, PIECE)
-            value = tl.load(gradient + place, mask=place < size, other=0.0).to(tl.float32)
-            tl.store(gradient + place, value * (actual / expected), mask=place < size)
+    tl.store(gradient + row * width + column, scale * (softmax - (column == target).to(tl.float32)), mask=inside)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, slope: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
         logits, targets = logits.contiguous(), targets.contiguous()
         rows, width = logits.shape
         losses, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
         correct = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        ctx.ignored, ctx.foreseen, ctx.gradient = ignored, None, None
-        if slope is not None and ctx.needs_input_grad[0]:
-            ctx.foreseen, ctx.gradient = slope.to(torch.float32), torch.empty_like(logits)
-        else:
-            ctx.save_for_backward(logits, targets, log_sums)
-        with_gradient = ctx.gradient is not None
-        threads, warps = WITH_GRADIENT if with_gradient else FORWARD
-        _forward[(rows,)](
-            *(logits, targets, ctx.foreseen, losses, log_sums, correct, ctx.gradient, width, ignored),
-            *(threads, with_gradient),
-            num_warps=warps,
-        )
+        threads, warps = FORWARD
+        _forward[(rows,)](logits, targets, losses, log_sums, correct, width, ignored, threads, num_warps=warps)
+        ctx.save_for_backward(logits, targets, log_sums)
+        ctx.ignored = ignored
         right = correct.sum()
         ctx.mark_non_differentiable(right)
         return losses.sum(), right
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-        if ctx.foreseen is not None:
-            gradient, ctx.gradient = ctx.gradient, None
-            if gradient is None:
-                raise RuntimeError("this loss has given its gradient away; compute it again for a second backward")
-            programs, piece, warps = RESCALE
-            _rescale[(programs,)](gradient, slope, ctx.foreseen, gradient.numel(), piece, num_warps=warps)
-            return gradient, None, None, None
+    def backward(ctx: Any, slope: Tensor, _: Any) -> tuple[Tensor, None, None]:
         logits, targets, log_sums = ctx.saved_tensors
         rows, width = logits.shape
         gradient = torch.empty_like(logits)
         piece, warps = BACKWARD
         grid = (rows, triton.cdiv(width, piece))
         _backward[grid](logits, targets, log_sums, slope, gradient, width, ctx.ignored, piece, num_warps=warps)
-        return gradient, None, None, None
+        return gradient, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignored: int, slope: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(sum of losses, correct predictions) of logits (tokens, vocabulary); targets that are `ignored` count nowhere.
-
-    `slope`: d objective / d sum, where it is known before backward, which can then be called once. If it turns out to
-    be another, that costs time, and in fp16 what was too small to be kept at the foreseen one. It must not be 0 then.
-    """
-    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, targets, ignored, slope)
+def cross_entropy(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """(sum of losses, correct predictions) of logits (tokens, vocabulary); targets that are `ignored` count nowhere."""
+    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, targets, ignored)
     return found
