@@ -79,8 +79,8 @@ gpt2() {
 [ $# -gt 0 ] || set -- tests verify train comm scaling profile knobs gpt2
 for part in "$@"; do
   case $part in
-    train | comm | scaling | profile) with_mps $part ;;
-    tests | verify | knobs | gpt2) $part ;;
+    verify | train | comm | scaling | profile) with_mps $part ;;
+    tests | knobs | gpt2) $part ;;
     *) echo "there is no part $part" >&2; exit 2 ;;
   esac
 done
