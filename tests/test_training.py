@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import CNN, GPT, Config, Data, Parallel, ResNet, Train, load_config
 from lockstep.data import Batch, build_data
@@ -103,6 +104,16 @@ def resumes_alike(world: World, name: str) -> float:
     return max(float((mine[n] - theirs[n]).abs().max()) for n in theirs)
 
 
+class Reads(TorchDispatchMode):
+    """Counts how often the host asks for a tensor's value: on a GPU it would have to wait."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op is torch.ops.aten._local_scalar_dense.default
+        return op(*args, **(kwargs or {}))
+
+
 def nan_on_one_rank(world: World) -> dict[str, Any]:
     """A NaN in rank 1's inputs: nobody steps, the rank is named, and training goes on after it."""
     found: dict[str, Any] = {}
@@ -121,11 +132,16 @@ def nan_on_one_rank(world: World) -> dict[str, Any]:
             inputs[0, 0, 0, 0] = float("nan")
         before = strategy.full_state_dict()
         result = strategy.step(Batch(inputs, good.targets))
-        assert (result.stepped is None) == (optimizer == "fused adamw" and name not in ("local_sgd", "bucketed+topk"))
+        left_to_device = optimizer == "fused adamw" and name not in ("local_sgd", "bucketed+topk")
+        assert (result.stepped is None) == left_to_device
         where = locate_nonfinite(strategy, Batch(inputs, good.targets))
         kept = all(torch.equal(t, before[n]) for n, t in strategy.full_state_dict().items())
         after = strategy.step(good)
         moved = any(not torch.equal(t, before[n]) for n, t in strategy.full_state_dict().items())
+        with Reads() as reads:
+            strategy.step(good)
+        if name == "single":  # with others, hosts read what they tell each other
+            assert bool(reads.count) != left_to_device
         found[f"{name} {optimizer}"] = (result.skipped, kept, where, after.skipped, moved and after.loss == after.loss)
     return found
 
