@@ -55,11 +55,13 @@ def run_on_ranks(
     launch: Launch,
     default_nproc: int = 1,
     start_method: StartMethod = "spawn",
+    may_use_all_cores: bool = False,
 ) -> list[Any]:
     """Run `function(world, *args)` on every rank; return the results of this machine's ranks in rank order.
 
     Under torchrun or srun this process is one rank, and the list holds its own result only. `start_method`: see
-    `rank.py`.
+    `rank.py`. `may_use_all_cores`: a rank has its share of the cores, but can ask for more threads later;
+    else matrix products (OpenBLAS) would stay with the number that the process began with.
     """
     if adopt_environment():
         size = int(os.environ["WORLD_SIZE"])
@@ -81,7 +83,7 @@ def run_on_ranks(
     if nproc == 1:
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
-    return _start_ranks(function, args, launch, nproc, start_method)
+    return _start_ranks(function, args, launch, nproc, start_method, may_use_all_cores)
 
 
 def available_cores() -> int:
@@ -141,14 +143,21 @@ def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launc
 
 
 def _start_ranks(
-    function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int, start_method: StartMethod
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    launch: Launch,
+    nproc: int,
+    start_method: StartMethod,
+    may_use_all_cores: bool,
 ) -> list[Any]:
     """One elastic agent, `nproc` ranks on loopback."""
     for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we tell the failure ourselves
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    share = max(1, available_cores() // nproc)
+    threads = int(os.environ.get("OMP_NUM_THREADS", share))
     defaults = {  # inherited by the ranks; what the user has set wins
-        "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
+        "OMP_NUM_THREADS": str(available_cores() if may_use_all_cores else share),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
     added = {name: value for name, value in defaults.items() if name not in os.environ}
@@ -178,7 +187,7 @@ def _start_ranks(
         try:
             with _passing_on_sigterm() as received:
                 start = elastic_launch(config, rank_main)
-                results = start(function, args, launch, os.getpid(), start_method, dict(os.environ))
+                results = start(function, args, launch, os.getpid(), start_method, dict(os.environ), threads)
         except ChildFailedError as error:
             if received:
                 raise KeyboardInterrupt("SIGTERM: all ranks were ended") from None

@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
     if not sizes or sizes[0] < 1:
         raise UserError(f"--world-size {' '.join(map(str, arguments.world_size))}: give numbers of 1 or more")
     if not arguments.modes or arguments.steps < 1 or arguments.warmup < 0:
-        raise UserError("at least one of --modes, 1 of --steps and 0 of --warmup")
+        given = f"--modes {' '.join(arguments.modes)} --steps {arguments.steps} --warmup {arguments.warmup}"
+        raise UserError(f"{given}: at least one mode, 1 step and 0 warm-up steps")
     if arguments.launch.nproc not in (None, sizes[-1]):
         raise UserError(f"--nproc {arguments.launch.nproc} is not the largest --world-size {sizes[-1]}; leave it out")
     check_sizes(config, sizes)
@@ -65,10 +66,13 @@ def main(argv: list[str]) -> int:
     cores = available_cores()
     threads = arguments.threads if arguments.threads is not None else max(1, cores // sizes[-1])
     if not 1 <= threads <= cores:
-        raise UserError(f"--threads {threads}: this machine has {cores} cores")
+        raise UserError(f"--threads {threads}: give 1 to {cores}, the cores of this machine")
     cases = scaling_cases(config, arguments.modes, sizes, threads)
     ranks = run_on_ranks(
-        time_cases, cases, arguments.steps, arguments.warmup, launch=arguments.launch, default_nproc=sizes[-1]
+        *(time_cases, cases, arguments.steps, arguments.warmup),
+        launch=arguments.launch,
+        default_nproc=sizes[-1],
+        may_use_all_cores=True,
     )
     if os.environ.get("RANK", "0") == "0":
         timings: list[Timing] = ranks[0]

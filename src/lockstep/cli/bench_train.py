@@ -87,6 +87,8 @@ def main(argv: list[str]) -> int:
         check_folder(flag, file)
     if preset is None:
         names = known_names(arguments.strategies)
+        if not names:
+            raise UserError("--strategies has no name behind it; give some, or leave it out")
         cases = [Case(name, name, config, ranks=1 if name == "single" else None) for name in names]
     else:
         config = settled(arguments, preset, config, argv)
@@ -100,6 +102,7 @@ def main(argv: list[str]) -> int:
         *(time_cases, [*cases, *baselines], steps, arguments.warmup, one_by_one),
         launch=arguments.launch,
         default_nproc=default_nproc,
+        may_use_all_cores=True,
     )[0]
     if os.environ.get("RANK", "0") == "0":
         show(arguments, config, timings[: len(cases)], timings[len(cases) :], argv)

@@ -63,6 +63,9 @@ def main(argv: list[str]) -> int:
         sizes = (launch.nproc,)
     if adopt_environment():
         sizes = (int(os.environ["WORLD_SIZE"]),)
+    if not names or not sizes:
+        flag = "--world-size" if names else "--strategies"
+        raise UserError(f"{flag} has nothing to verify behind it; give some, or leave it out")
     if min(sizes) < 1:
         raise UserError(f"--world-size is {min(sizes)}, but it must be 1 or more")
     verdicts: list[Verdict] = []
