@@ -55,13 +55,11 @@ def run_on_ranks(
     launch: Launch,
     default_nproc: int = 1,
     start_method: StartMethod = "spawn",
-    may_use_all_cores: bool = False,
 ) -> list[Any]:
     """Run `function(world, *args)` on every rank; return the results of this machine's ranks in rank order.
 
     Under torchrun or srun this process is one rank, and the list holds its own result only. `start_method`: see
-    `rank.py`. `may_use_all_cores`: a rank has its share of the cores, but can ask for more threads later;
-    else matrix products (OpenBLAS) would stay with the number that the process began with.
+    `rank.py`.
     """
     if adopt_environment():
         size = int(os.environ["WORLD_SIZE"])
@@ -83,7 +81,7 @@ def run_on_ranks(
     if nproc == 1:
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
-    return _start_ranks(function, args, launch, nproc, start_method, may_use_all_cores)
+    return _start_ranks(function, args, launch, nproc, start_method)
 
 
 def available_cores() -> int:
@@ -143,21 +141,14 @@ def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launc
 
 
 def _start_ranks(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    launch: Launch,
-    nproc: int,
-    start_method: StartMethod,
-    may_use_all_cores: bool,
+    function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int, start_method: StartMethod
 ) -> list[Any]:
     """One elastic agent, `nproc` ranks on loopback."""
     for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we tell the failure ourselves
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    share = max(1, available_cores() // nproc)
-    threads = int(os.environ.get("OMP_NUM_THREADS", share))
     defaults = {  # inherited by the ranks; what the user has set wins
-        "OMP_NUM_THREADS": str(available_cores() if may_use_all_cores else share),
+        "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
     added = {name: value for name, value in defaults.items() if name not in os.environ}
@@ -187,7 +178,7 @@ def _start_ranks(
         try:
             with _passing_on_sigterm() as received:
                 start = elastic_launch(config, rank_main)
-                results = start(function, args, launch, os.getpid(), start_method, dict(os.environ), threads)
+                results = start(function, args, launch, os.getpid(), start_method, dict(os.environ))
         except ChildFailedError as error:
             if received:
                 raise KeyboardInterrupt("SIGTERM: all ranks were ended") from None

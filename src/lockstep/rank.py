@@ -34,7 +34,6 @@ def rank_main(
     launcher: int,
     start_method: StartMethod,
     environment: dict[str, str],
-    threads: int,
 ) -> Any:
     """What the agent calls (it wraps it in `@record` itself)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective, and silently
@@ -42,7 +41,7 @@ def rank_main(
         become_a_rank_of_now(environment)
     else:
         die_with_parent(launcher)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
         return function(world, *args)
 

@@ -69,10 +69,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--threads {threads}: give 1 to {cores}, the cores of this machine")
     cases = scaling_cases(config, arguments.modes, sizes, threads)
     ranks = run_on_ranks(
-        *(time_cases, cases, arguments.steps, arguments.warmup),
-        launch=arguments.launch,
-        default_nproc=sizes[-1],
-        may_use_all_cores=True,
+        time_cases, cases, arguments.steps, arguments.warmup, launch=arguments.launch, default_nproc=sizes[-1]
     )
     if os.environ.get("RANK", "0") == "0":
         timings: list[Timing] = ranks[0]

@@ -102,7 +102,6 @@ def main(argv: list[str]) -> int:
         *(time_cases, [*cases, *baselines], steps, arguments.warmup, one_by_one),
         launch=arguments.launch,
         default_nproc=default_nproc,
-        may_use_all_cores=True,
     )[0]
     if os.environ.get("RANK", "0") == "0":
         show(arguments, config, timings[: len(cases)], timings[len(cases) :], argv)
