@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass, replace
+from math import isnan
 from pathlib import Path
 
 from lockstep.bench.plot import plot_scaling
@@ -125,7 +126,7 @@ def print_scaling(found: list[Point], first: Timing, lines: list[str]) -> None:
             str(p.ranks),
             str(p.batch_size),
             f"{p.step_ms:.1f}",
-            f"{p.low95_ms:.1f} - {p.high95_ms:.1f}",
+            "-" if isnan(p.low95_ms) else f"{p.low95_ms:.1f} - {p.high95_ms:.1f}",  # too few steps to tell
             f"{p.samples_per_s:,.1f}",
             f"{p.speedup:.2f}",
             f"{p.efficiency:.0%}",
