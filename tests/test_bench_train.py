@@ -1,16 +1,22 @@
 """`bench train` and `bench scaling`: the statistics, the accounts, and the commands."""
 
 import csv
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.bench import presets
+from lockstep.bench.apart import Apart
 from lockstep.bench.network import predicted_exposed_ms, predicted_share
 from lockstep.bench.presets import PRESETS, with_known_names, with_size_that_fits
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup, points, sentences
@@ -22,7 +28,8 @@ from lockstep.cli.tables import write_rows
 from lockstep.cli.train_tables import verdicts
 from lockstep.comm.ledger import Traffic
 from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges
-from lockstep.launch import Launch
+from lockstep.errors import RankError, UserError
+from lockstep.launch import Launch, available_cores, run_on_ranks
 from lockstep.record import read_record
 from lockstep.strategies import strategy_named
 from lockstep.world import World
@@ -158,7 +165,7 @@ def time_some(world: World) -> list[Timing]:
     data = Data("synthetic", kind="regression", shape=(WIDTH,), classes=WIDTH, samples=64)
     config = Config(model=model, data=data, train=Train(batch_size=16, optimizer="adamw"))
     cases = [Case(n, n, config) for n in ("bucketed", "zero1", "zero2", "zero3", "ddp@gloo")]
-    cases += [Case("one", "single", config, ranks=1), Case("two", "bucketed", config, ranks=2, threads=1)]
+    cases += [Case("one", "single", config, ranks=1, all_cores=True), Case("two", "bucketed", config, ranks=2)]
     return bench_cases(world, cases, steps=3, warmup=1)
 
 
@@ -181,6 +188,63 @@ def test_cases_on_ranks() -> None:
     assert found["ddp@gloo"].wire_mb == pytest.approx(found["ddp@gloo"].theory_mb)
     assert (found["one"].ranks, found["one"].wire_mb, len(found["one"].step_s)) == (1, 0.0, 3)
     assert (found["two"].ranks, len(found["two"].timelines)) == (2, 2)
+
+
+class Elsewhere:
+    """What a test asks of a process of its own."""
+
+    def __init__(self, fine: bool = True) -> None:
+        if not fine:
+            raise UserError("a mistake of the user's")
+
+    def threads(self) -> tuple[int, str, int]:
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.getpid()
+
+    def fails(self) -> None:
+        raise KeyError("in there")
+
+    def dies(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def call_elsewhere(world: World) -> tuple[Any, ...]:
+    """All of it on rank 0, whose share of the cores is one."""
+    if not world.is_main:
+        return ()
+    before = os.environ["OMP_NUM_THREADS"]
+    apart = Apart(Elsewhere)
+    found = apart.call("threads")
+    apart.end()
+    with pytest.raises(UserError, match="a mistake of the user's"):
+        Apart(Elsewhere, False)
+    with pytest.raises(RankError, match="KeyError: 'in there'"):
+        Apart(Elsewhere).call("fails")
+    with pytest.raises(RankError, match="exit code -9"):
+        Apart(Elsewhere).call("dies")
+    assert os.environ["OMP_NUM_THREADS"] == before
+    return (*found, multiprocessing.active_children())
+
+
+def test_one_process_begins_with_all_cores() -> None:
+    """A rank begins with its share, and cannot have more later on every CPU."""
+    threads, variable, process, left = on_ranks(call_elsewhere, 2, timeout=60)[0]
+    assert (threads, variable) == (available_cores(), str(available_cores()))
+    assert not psutil.pid_exists(process)
+    assert left == []
+
+
+def threads_here(world: World) -> tuple[int, str]:
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_begin_with_the_threads_asked_for(ranks: int) -> None:
+    asked = available_cores() - 1 or 1
+    launch = Launch(nproc=ranks, device="cpu", timeout=60)
+    before = os.environ.get("OMP_NUM_THREADS")
+    everyone = run_on_ranks(threads_here, launch=launch, threads=asked)
+    assert everyone == [(asked, str(asked))] * ranks
+    assert os.environ.get("OMP_NUM_THREADS") == before
 
 
 TINY = ["--device", "cpu", "--model.d-model", "16", "--model.layers", "1", "--model.heads", "2", "--model.context", "8"]

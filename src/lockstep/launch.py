@@ -54,11 +54,13 @@ def run_on_ranks(
     *args: Any,
     launch: Launch,
     default_nproc: int = 1,
+    threads: int | None = None,
     start_method: StartMethod = "spawn",
 ) -> list[Any]:
     """Run `function(world, *args)` on every rank; return the results of this machine's ranks in rank order.
 
-    Under torchrun or srun this process is one rank, and the list holds its own result only. `start_method`: see
+    Under torchrun or srun this process is one rank, and the list holds its own result only. `threads`: cores of each
+    rank that we start; None: an equal part of the machine's, or what OMP_NUM_THREADS says. `start_method`: see
     `rank.py`.
     """
     if adopt_environment():
@@ -78,10 +80,10 @@ def run_on_ranks(
         print(f"{nproc} ranks on the CPU: there are fewer GPUs here (--share-gpu lets ranks share one)")
         launch = replace(launch, device="cpu")
     choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
-    if nproc == 1:
+    if nproc == 1 and threads in (None, available_cores()):
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
-    return _start_ranks(function, args, launch, nproc, start_method)
+    return _start_ranks(function, args, launch, nproc, threads, start_method)
 
 
 def available_cores() -> int:
@@ -140,55 +142,71 @@ def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launc
     return result
 
 
+@contextmanager
+def changed_environment(**values: str) -> Iterator[None]:
+    """For the processes that start meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
 def _start_ranks(
-    function: Callable[..., Any], args: tuple[Any, ...], launch: Launch, nproc: int, start_method: StartMethod
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    launch: Launch,
+    nproc: int,
+    threads: int | None,
+    start_method: StartMethod,
 ) -> list[Any]:
     """One elastic agent, `nproc` ranks on loopback."""
     for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we tell the failure ourselves
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    defaults = {  # inherited by the ranks; what the user has set wins
+    settings = {  # inherited by the ranks; what the user has set wins
         "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(added)
+    settings = {name: value for name, value in settings.items() if name not in os.environ}
+    if threads is not None:
+        settings["OMP_NUM_THREADS"] = str(threads)
     _remove_leftovers()
-    if start_method == "forkserver":
-        _start_server()
-    with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-") as log_dir:
-        before, tempfile.tempdir = (
-            tempfile.tempdir,
-            log_dir,
-        )  # torch leaves error files in the temporary folder
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # port 0: the system picks a free one
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-            start_method=start_method,
-            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is ours: see `_passing_on_sigterm`
-        )
-        try:
-            with _passing_on_sigterm() as received:
-                start = elastic_launch(config, rank_main)
-                results = start(function, args, launch, os.getpid(), start_method, dict(os.environ))
-        except ChildFailedError as error:
-            if received:
-                raise KeyboardInterrupt("SIGTERM: all ranks were ended") from None
-            raise _explain(error) from None
-        except SignalException as error:
-            raise KeyboardInterrupt(f"{signal.Signals(error.sigval).name}: all ranks were ended") from None
-        finally:
-            tempfile.tempdir = before
-            for name in added:
-                del os.environ[name]
+    with changed_environment(**settings):
+        if start_method == "forkserver":
+            _start_server()
+        with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-") as log_dir:
+            before, tempfile.tempdir = tempfile.tempdir, log_dir  # torch leaves error files in the temporary folder
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=nproc,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="127.0.0.1:0",  # port 0: the system picks a free one
+                local_addr="127.0.0.1",
+                max_restarts=0,
+                monitor_interval=0.1,
+                logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+                start_method=start_method,
+                signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is ours: see `_passing_on_sigterm`
+            )
+            try:
+                with _passing_on_sigterm() as received:
+                    start = elastic_launch(config, rank_main)
+                    results = start(function, args, launch, os.getpid(), start_method, dict(os.environ))
+            except ChildFailedError as error:
+                if received:
+                    raise KeyboardInterrupt("SIGTERM: all ranks were ended") from None
+                raise _explain(error) from None
+            except SignalException as error:
+                raise KeyboardInterrupt(f"{signal.Signals(error.sigval).name}: all ranks were ended") from None
+            finally:
+                tempfile.tempdir = before
     return [results[rank] for rank in sorted(results)]
 
 

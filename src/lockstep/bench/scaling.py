@@ -19,7 +19,7 @@ Mode = Literal["strong", "weak"]
 MODES: tuple[Mode, ...] = ("strong", "weak")
 
 
-def scaling_cases(config: Config, modes: tuple[Mode, ...], sizes: tuple[int, ...], threads: int) -> list[Case]:
+def scaling_cases(config: Config, modes: tuple[Mode, ...], sizes: tuple[int, ...]) -> list[Case]:
     """Each size in each mode; the largest decides how many ranks are started."""
     cases = []
     for mode in modes:
@@ -27,7 +27,7 @@ def scaling_cases(config: Config, modes: tuple[Mode, ...], sizes: tuple[int, ...
             batch = config.train.batch_size * (size if mode == "weak" else 1)
             scaled = replace(config, train=replace(config.train, batch_size=batch))
             name = config.parallel.data
-            cases.append(Case(f"{mode} {size}", name, scaled, ranks=size, threads=threads, details={"mode": mode}))
+            cases.append(Case(f"{mode} {size}", name, scaled, ranks=size, details={"mode": mode}))
     return cases
 
 

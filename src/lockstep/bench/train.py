@@ -2,8 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.bench.apart import Apart
 from lockstep.bench.memory import Memory, measure_memory
 from lockstep.bench.timeline import timeline
 from lockstep.bench.timing import Timing, merge_ranks
@@ -20,7 +20,6 @@ from lockstep.comm.hosts import hosts_meet
 from lockstep.config import Config, Parallel, check_ranges
 from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
 from lockstep.errors import UserError
-from lockstep.launch import available_cores
 from lockstep.models import build_model
 from lockstep.strategies import StepResult, Strategy, strategy_named
 from lockstep.strategies.theory import Theory, expected_traffic
@@ -41,8 +40,8 @@ class Case:
     """Its name; `ddp@gloo` names the backend too."""
     config: Config
     ranks: int | None = None
-    threads: int | None = None
-    """Cores of each rank. None: an equal part of the machine's."""
+    all_cores: bool = False
+    """It is one process, and has the cores of all ranks."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,7 +50,7 @@ def bench_cases(
 ) -> list[Timing]:
     """Time `steps` steps of each case after `warmup` untimed ones. A step counts as long as its slowest rank.
 
-    While a case runs that needs fewer ranks, the others sleep, and it has their cores.
+    While a case runs that needs fewer ranks, the others sleep.
     """
     cases = [replace(case, config=with_enough_data(case.config)) for case in cases]
     for case in cases:
@@ -74,7 +73,8 @@ def one_process(cases: list[Case]) -> list[Case]:
     """What the speed-up refers to: each different model and batch, once, on one rank."""
     different: list[Case] = []
     for case in cases:
-        alone = Case("one process", "single", replace(case.config, parallel=Parallel(data="single")), ranks=1)
+        config = replace(case.config, parallel=Parallel(data="single"))
+        alone = Case("one process", "single", config, ranks=1, all_cores=True)
         if not any(_same_config(alone, other) for other in different):
             different.append(alone)
     return different
@@ -94,7 +94,8 @@ def with_enough_data(config: Config) -> Config:
 class Runner:
     """One case on this rank, ready to take steps; on a rank that it does not need, it only keeps the others' time."""
 
-    def __init__(self, world: World, case: Case, peaks: "Peaks", models: "Models") -> None:
+    def __init__(self, world: World, case: Case, peaks: "Peaks | None" = None, models: "Models | None" = None) -> None:
+        peaks, models = peaks or Peaks(), models or Models()
         self.world, self.case = world, case
         self.part = part_of(world, case.ranks, case.strategy.partition("@")[2])
         dataset = load_data(world, case.config)
@@ -107,13 +108,12 @@ class Runner:
             )
         self.timing: Timing | None = None
         if self.part is not None:
-            with self._cores():
-                plain = models.of(case.config, dataset.spec)
-                memory = memory_of_steps(self.part, case.config, case.strategy, dataset, plain)
-                self.strategy = prepare_named(self.part, case.config, case.strategy, dataset, plain)
-                self.strategy.ledger.sees_ends = True
-                peak = peaks.of(self.part, case.config.train.precision)
-                self.timing = new_timing(self.part, case, self.strategy, dataset, memory, peak)
+            plain = models.of(case.config, dataset.spec)
+            memory = memory_of_steps(self.part, case.config, case.strategy, dataset, plain)
+            self.strategy = prepare_named(self.part, case.config, case.strategy, dataset, plain)
+            self.strategy.ledger.sees_ends = True
+            peak = peaks.of(self.part, case.config.train.precision)
+            self.timing = new_timing(self.part, case, self.strategy, dataset, memory, peak)
         hosts_meet(world.device)
 
     def step(self, round_: int, timed: bool) -> None:
@@ -122,8 +122,7 @@ class Runner:
             return
         indices = self.batches[round_ % len(self.batches)]
         batch = read_share(self.data, indices, self.strategy.batch_share())
-        with self._cores():
-            seconds, result = timed_step(self.world, self.strategy, batch)
+        seconds, result = timed_step(self.world, self.strategy, batch)
         if timed:
             self.timing.record(seconds, self.strategy.ledger, result.skipped)
 
@@ -135,23 +134,37 @@ class Runner:
         cycle = meeting_cycle(named_config(self.case.config, self.case.strategy))
         return merge_ranks([timing for timing in everyone if timing is not None], cycle)
 
-    @contextmanager
-    def _cores(self) -> Iterator[None]:
-        """Fewer ranks than were started: each may use more threads."""
-        assert self.part is not None
-        usual = self.case.threads is None and self.part.size == self.world.size
-        if usual or self.world.device.type == "cuda":
-            yield
-            return
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.case.threads or max(1, available_cores() // self.part.size))
-        yield
-        torch.set_num_threads(before)
+
+class RunnerApart:
+    """One case on rank 0 alone, in a process of its own that has all cores."""
+
+    def __init__(self, world: World, case: Case) -> None:
+        self.world = world
+        load_data(world, case.config)  # one download serves all
+        self.apart = Apart(Runner, World(), case) if world.is_main else None
+        hosts_meet(world.device)
+
+    def step(self, round_: int, timed: bool) -> None:
+        hosts_meet(self.world.device)
+        if self.apart is not None:
+            self.apart.call("step", round_, timed)
+
+    def result(self) -> Timing:
+        timing: Timing | None = None
+        if self.apart is not None:
+            timing = self.apart.call("result")
+            self.apart.end()
+        first: Timing = all_gather_objects(timing)[0]
+        return first
 
 
-def make_runners(world: World, cases: list[Case]) -> list[Runner]:
+def make_runners(world: World, cases: list[Case]) -> list[Runner | RunnerApart]:
     peaks, models = Peaks(), Models()
-    return [Runner(world, case, peaks, models) for case in cases]
+    on_cores = world.device.type == "cpu" and world.size > 1
+    return [
+        RunnerApart(world, case) if case.all_cores and on_cores else Runner(world, case, peaks, models)
+        for case in cases
+    ]
 
 
 def part_of(world: World, ranks: int | None = None, backend: str = "") -> World | None:

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
 
+import torch
+
 from lockstep.bench.plot import plot_scaling
 from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
@@ -14,7 +16,7 @@ from lockstep.cli.bench_train import time_cases
 from lockstep.cli.tables import console, new_table, write_rows
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.launch import available_cores, run_on_ranks
+from lockstep.launch import adopt_environment, available_cores, run_on_ranks
 from lockstep.record import Record
 
 
@@ -64,13 +66,12 @@ def main(argv: list[str]) -> int:
     check_sizes(config, sizes)
     for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
         check_folder(flag, file)
-    cores = available_cores()
-    threads = arguments.threads if arguments.threads is not None else max(1, cores // sizes[-1])
-    if not 1 <= threads <= cores:
-        raise UserError(f"--threads {threads}: give 1 to {cores}, the cores of this machine")
-    cases = scaling_cases(config, arguments.modes, sizes, threads)
+    cores, threads = available_cores(), threads_of_each(arguments.threads, sizes[-1])
     ranks = run_on_ranks(
-        time_cases, cases, arguments.steps, arguments.warmup, launch=arguments.launch, default_nproc=sizes[-1]
+        *(time_cases, scaling_cases(config, arguments.modes, sizes), arguments.steps, arguments.warmup),
+        launch=arguments.launch,
+        default_nproc=sizes[-1],
+        threads=threads,
     )
     if os.environ.get("RANK", "0") == "0":
         timings: list[Timing] = ranks[0]
@@ -92,6 +93,18 @@ def main(argv: list[str]) -> int:
             title = f"{config.parallel.data}, {' and '.join(arguments.modes)}"
             Record("bench scaling", result, asdict(config), title=title).write(Path(arguments.json))
     return 0
+
+
+def threads_of_each(asked: int | None, ranks: int) -> int:
+    """Cores of each of so many ranks."""
+    if adopt_environment():
+        if asked is not None:
+            raise UserError(f"--threads {asked}: torchrun or srun started the ranks; set OMP_NUM_THREADS there instead")
+        return torch.get_num_threads()
+    cores = available_cores()
+    if asked is not None and not 1 <= asked <= cores:
+        raise UserError(f"--threads {asked}: give 1 to {cores}, the cores of this machine")
+    return asked or max(1, cores // ranks)
 
 
 def check_sizes(config: Config, sizes: tuple[int, ...]) -> None:

@@ -89,7 +89,10 @@ def main(argv: list[str]) -> int:
         names = known_names(arguments.strategies)
         if not names:
             raise UserError("--strategies has no name behind it; give some, or leave it out")
-        cases = [Case(name, name, config, ranks=1 if name == "single" else None) for name in names]
+        cases = [
+            Case(name, name, config, ranks=1, all_cores=True) if name == "single" else Case(name, name, config)
+            for name in names
+        ]
     else:
         config = settled(arguments, preset, config, argv)
         cases = preset.cases(config)

@@ -1,6 +1,5 @@
 """What `lockstep bench train` shows and writes: time, communication, memory, and what can be said of them."""
 
-import platform
 from math import isnan, nan
 from typing import Any
 
@@ -158,6 +157,4 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
         lines.append("-: this engine communicates in a way that cannot be watched.")
     if baselines:
         lines.append("one process: the whole batch on one rank, with the cores of all.")
-        if first.device == "cpu" and first.ranks > 1 and platform.machine() in ("aarch64", "arm64"):
-            lines.append("On this CPU its matrix products keep one rank's threads: the speed-up over it is too high.")
     return lines

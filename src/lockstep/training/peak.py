@@ -1,9 +1,12 @@
 """The peak arithmetic rate that MFU is a share of: published for GPUs, measured for CPUs."""
 
 import time
+from statistics import mean
 
 import torch
 
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.comm.hosts import hosts_meet
 from lockstep.world import World
 
 # Dense rates in FLOP/s by the vendor's datasheets (SXM parts), for the matrix units' dtype.
@@ -20,25 +23,33 @@ GPU_PEAKS = {
 
 
 def peak_flops(world: World, precision: str) -> tuple[float, str]:
-    """(FLOP/s that one rank can reach at best, where the number comes from)."""
+    """(FLOP/s that a rank can reach at best while all do, where the number comes from). Every rank must call it."""
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
         for known, peaks in GPU_PEAKS.items():
             if known in name.replace("-", " ").split():
                 rate = peaks.get(precision) or peaks.get("bf16" if precision == "fp16" else "fp32", 0.0)
                 return rate / world.ranks_on_device, f"datasheet of {known}"
-    return measured_peak(world.device), "measured matrix product"
+    return measured_peak(world), "measured matrix product"
 
 
-def measured_peak(device: torch.device, size: int = 1024, repeats: int = 12) -> float:
-    """FLOP/s of a square fp32 matrix product, the best of some."""
-    a = torch.rand(size, size, device=device)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        (a @ a).sum().item()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+def measured_peak(world: World, size: int = 1024, windows: int = 4, seconds: float = 0.15) -> float:
+    """FLOP/s of square fp32 matrix products, the mean of all ranks in the best of some windows of time.
+
+    In a window all ranks multiply at the same time: ranks that share cores cannot each count a core for themselves.
+    """
+    a = torch.rand(size, size, device=world.device)
+    (a @ a).sum().item()
+    rates = []
+    for _ in range(windows):
+        hosts_meet(world.device, world.group)
+        start, products = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            (a @ a).sum().item()
+            products += 1
+        rates.append(2 * size**3 * products / (time.perf_counter() - start))
+    everyone = all_gather_objects(rates, world.group)
+    return max(mean(window) for window in zip(*everyone, strict=True))
 
 
 def has_bf16_units() -> bool:

@@ -1,0 +1,68 @@
+"""An object in a process of its own, which has all cores of the machine.
+
+A rank begins with its share of the cores, and what multiplies its matrices may hold on to that: ARM's Compute Library
+keeps the threads that it found first, whatever `torch.set_num_threads` says later. So what one process could do with
+the whole machine is told by a process that begins with the whole machine. It sleeps until it is called.
+"""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lockstep.errors import RankError, UserError
+from lockstep.launch import available_cores, changed_environment
+from lockstep.rank import die_with_parent
+
+
+class Apart:
+    """What `make(*args)` gives, in another process."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        here, there = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_serve, args=(there, os.getpid(), make, args), daemon=True)
+        with changed_environment(OMP_NUM_THREADS=str(available_cores())):
+            self._process.start()
+        there.close()  # now the child's end alone: if the child is gone, we hear of it
+        self._pipe = here
+        self._answer()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The object's method, carried out there."""
+        self._pipe.send((method, args))
+        return self._answer()
+
+    def end(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            value, error = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise RankError(f"the process of its own was ended (exit code {self._process.exitcode})") from None
+        if error is not None:
+            raise error
+        return value
+
+
+def _serve(pipe: Connection, parent: int, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as a rank
+    die_with_parent(parent)
+    try:
+        held = make(*args)
+        pipe.send((None, None))
+        while True:
+            method, arguments = pipe.recv()
+            pipe.send((getattr(held, method)(*arguments), None))
+    except EOFError:
+        return  # nobody will call any more
+    except UserError as mistake:
+        pipe.send((None, mistake))
+    except Exception:
+        pipe.send((None, RankError(f"in a process of its own:\n{traceback.format_exc()}")))
