@@ -26,7 +26,7 @@ from lockstep.bench.train import Case, bench_cases, sharing
 from lockstep.cli import main
 from lockstep.cli.tables import write_rows
 from lockstep.cli.train_tables import verdicts
-from lockstep.comm.ledger import Traffic
+from lockstep.comm.ledger import Entry, Ledger, Traffic
 from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, available_cores, run_on_ranks
@@ -94,6 +94,16 @@ def test_steps_that_meet_now_and_then_count_by_the_cycle() -> None:
     assert over_cycles([1.0, 3.0], 8) == [2.0, 2.0]
 
 
+def test_a_count_that_nobody_waits_for_hides_nothing() -> None:
+    """16 bytes, on their way for long beside the computation: the gradients are all the communication there is."""
+    ledger = Ledger(started=0.0)
+    ledger.entries = [
+        Entry("all_reduce", "count", 2, 16, issued=0.0, wait_started=5.0, wait_ended=5.5, ended=4.0),
+        Entry("all_reduce", "gradients", 2, 1000, issued=6.0, wait_started=6.0, wait_ended=7.0, ended=7.0),
+    ]
+    assert (ledger.busy_seconds(), ledger.exposed_seconds()) == (1.5, 1.5)
+
+
 # ---- scaling -------------------------------------------------------------------------------------------------------
 
 
@@ -115,8 +125,10 @@ def test_the_losses_add_up_to_the_step() -> None:
         parts = (p.ideal_ms, p.communication_ms, p.imbalance_ms, p.cores_ms, p.other_ms)
         assert sum(parts) == pytest.approx(p.step_ms)
     assert [p.cores_ms for p in found if p.mode == "strong"] == [0.0, 0.0, pytest.approx(25.0)]
-    assert sentences(found[1:2], slots=1, threads=2, on_gpu=False)  # the smallest size exceeds the cores already
+    text = " ".join(sentences(found[1:2], slots=1, threads=2, on_gpu=False))
+    assert "take 2 ranks, the fewest here" in text  # and they exceed the cores already
     text = " ".join(sentences(found, slots=2, threads=1, on_gpu=False))
+    assert "the fewest here" not in text
     assert "ranks exceed cores: there are cores for 2 ranks" in text
     assert "Amdahl's law, fitted to 1, 2 ranks: 20.0%" in text  # 60/100 - 1/2 = s (1 - 1/2)
 
@@ -294,6 +306,11 @@ def test_scaling_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         ("bench scaling --world-size 0", "--world-size 0: give numbers of 1 or more"),
         ("bench scaling --world-size 2 --nproc 3", "--nproc 3 is not the largest --world-size 2"),
         ("bench scaling --threads 9999", "--threads 9999: give 1 to"),
+        ("bench train --parallel.data zero3", "--parallel.data names one strategy"),
+        ("bench train --nproc 2 configs/bench_mlp16.yaml", "configs/bench_mlp16.yaml must come first"),
+        ("bench scaling --csv /proc/x.csv", "--csv /proc/x.csv cannot be written"),
+        ("bench train --json x.json --plot x.svg --csv x.json", "x.json was given for two kinds of output"),
+        ("verify --nproc 2 --world-size 3", "--nproc and --world-size both say"),
     ],
 )
 def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

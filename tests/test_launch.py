@@ -242,6 +242,23 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals) 
     assert "Traceback" not in output
 
 
+def test_ctrl_c_while_ranks_import(tmp_path: Path) -> None:
+    """Python's own answer would be a traceback from the midst of the imports, of every rank."""
+    process = start([sys.executable, "-m", "lockstep", "demo", "--device", "cpu", "--run-dir", str(tmp_path)])
+    deadline = time.monotonic() + 60
+    ranks: list[psutil.Process] = []
+    while len(ranks) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (130, "interrupted: SIGINT: all ranks were ended\n")
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+
+
 # ---- degrees -----------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep.errors import RankError, UserError
-from lockstep.rank import StartMethod, rank_main
+from lockstep.rank import StartMethod, ctrl_c_held_back, rank_main
 from lockstep.world import DeviceChoice, World, choose_device, join_world
 
 
@@ -38,7 +38,8 @@ class Launch:
     """Which ranks run the command."""
 
     nproc: int | None = None
-    """Ranks to start on this machine. Under torchrun or srun the ranks are theirs; leave it out there."""
+    """Ranks to start on this machine. None: 1 for train; 2 for demo, bench and profile; what --world-size says for
+    verify and bench scaling. Under torchrun or srun the ranks are theirs; leave it out there."""
     device: DeviceChoice = "auto"
     """auto: a GPU where there is one."""
     backend: str | None = None
@@ -196,7 +197,7 @@ def _start_ranks(
                 signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM is ours: see `_passing_on_sigterm`
             )
             try:
-                with _passing_on_sigterm() as received:
+                with _passing_on_sigterm() as received, ctrl_c_held_back():
                     start = elastic_launch(config, rank_main)
                     results = start(function, args, launch, os.getpid(), start_method, dict(os.environ))
             except ChildFailedError as error:

@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,7 +38,7 @@ def rank_main(
     environment: dict[str, str],
 ) -> Any:
     """What the agent calls (it wraps it in `@record` itself)."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective, and silently
+    end_at_ctrl_c()
     if start_method == "forkserver":
         become_a_rank_of_now(environment)
     else:
@@ -44,6 +46,28 @@ def rank_main(
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
         return function(world, *args)
+
+
+@contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """Processes that start meanwhile hear of Ctrl-C when they ask for it: Python would answer it with a traceback from
+    the midst of its imports. This process hears of it through another thread.
+    """
+    resource_tracker.ensure_running()  # else the first start would start it, and lift what we hold back
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
+def end_at_ctrl_c() -> None:
+    """At once, also inside a collective, and silently."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def die_with_parent(parent: int) -> None:

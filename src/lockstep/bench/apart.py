@@ -7,7 +7,6 @@ the whole machine is told by a process that begins with the whole machine. It sl
 
 import multiprocessing
 import os
-import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,7 +14,7 @@ from typing import Any
 
 from lockstep.errors import RankError, UserError
 from lockstep.launch import available_cores, changed_environment
-from lockstep.rank import die_with_parent
+from lockstep.rank import ctrl_c_held_back, die_with_parent, end_at_ctrl_c
 
 
 class Apart:
@@ -25,7 +24,7 @@ class Apart:
         here, there = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_serve, args=(there, os.getpid(), make, args), daemon=True)
-        with changed_environment(OMP_NUM_THREADS=str(available_cores())):
+        with changed_environment(OMP_NUM_THREADS=str(available_cores())), ctrl_c_held_back():
             self._process.start()
         there.close()  # now the child's end alone: if the child is gone, we hear of it
         self._pipe = here
@@ -52,7 +51,7 @@ class Apart:
 
 
 def _serve(pipe: Connection, parent: int, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as a rank
+    end_at_ctrl_c()
     die_with_parent(parent)
     try:
         held = make(*args)

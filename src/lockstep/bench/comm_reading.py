@@ -155,14 +155,6 @@ def fit_rows(rows: list[Row], ranks_per_node: int) -> tuple[Prices, list[Predict
     return prices, predictions
 
 
-def duration(seconds: float) -> str:
-    """0.0123 -> 12.3 ms"""
-    for unit, length in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{1e6 * seconds:.3g} us"
-
-
 def human(nbytes: float) -> str:
     """1536 -> 1.5 KiB"""
     for unit in ("B", "KiB", "MiB"):

@@ -13,7 +13,9 @@ from lockstep.config import CNN, GPT, Config, Data, ResNet, Train
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.launch import Launch
-from lockstep.models import build_model, gpt_shape, parameter_count
+from lockstep.models import build_model, gpt_shape, parameter_count, training_flops
+from lockstep.training.peak import measured_peak
+from lockstep.world import World
 
 GIB = 1024**3
 
@@ -219,6 +221,16 @@ def with_size_that_fits(config: Config, launch: Launch, nproc: int) -> tuple[Con
             break
     words = f"GPT {size}: about {needed / GIB:.1f} GiB of the {room / GIB:.1f} GiB that each rank has of {where}"
     return chosen, words + ("" if needed < 0.8 * room else "; that may not fit: give --model.size custom and d_model")
+
+
+def time_on_cpu(config: Config, steps: int) -> str:
+    """How long so many steps take with all cores, in words: at half of the rate that they multiply matrices at."""
+    assert isinstance(config.model, GPT)
+    with torch.device("meta"):
+        model = build_model(config.model, DataSpec("tokens", (config.model.context,), config.model.vocabulary or 256))
+    seconds = steps * config.train.batch_size * training_flops(model) / (0.5 * measured_peak(World()))
+    smaller = "" if config.model.size == "small" else "; --model.size small is quicker"
+    return f"{steps} steps in all take about {max(1, round(seconds / 60))} min on this CPU{smaller}"
 
 
 def memory_per_rank(launch: Launch, nproc: int) -> tuple[float, str]:

@@ -126,6 +126,11 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
             f"ranks exceed cores: there are cores for {slots} rank{'s' * (slots > 1)} of {threads} "
             f"thread{'s' * (threads > 1)}, so larger sizes take turns on them and cannot be faster than {slots} ranks"
         )
+    if (fewest := found[0].ranks) > 1:
+        lines.append(
+            f"speed-up and efficiency take {fewest} ranks, the fewest here, for {fewest}.00 and 100%; "
+            f"for one rank's, give --world-size 1 too"
+        )
     idle = [p for p in found if p.batch_size < p.ranks]
     if idle:
         lines.append(

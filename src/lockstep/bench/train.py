@@ -29,6 +29,8 @@ from lockstep.world import World, check_backend, torch_backend
 
 Progress = Callable[[], None]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+MEMORY_STEPS = 3
+"""Steps of each case under the watch of memory, before the others: DDP regroups its buckets after the first."""
 
 
 @dataclass
@@ -207,8 +209,8 @@ def meeting_cycle(config: Config) -> int:
 def memory_of_steps(
     world: World, config: Config, name: str, dataset: DataSet, plain: nn.Module | None = None
 ) -> Memory:
-    """What a few steps need on this rank (DDP regroups its buckets after the first)."""
-    batches, steps = full_batches(config, dataset), max(3, meeting_cycle(named_config(config, name)))
+    """What a few steps need on this rank."""
+    batches, steps = full_batches(config, dataset), max(MEMORY_STEPS, meeting_cycle(named_config(config, name)))
     with measure_memory(world.device) as watch:
         strategy = prepare_named(world, config, name, dataset, plain)
         watch.steps_begin()

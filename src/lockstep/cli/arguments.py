@@ -1,7 +1,6 @@
 """What the commands share in reading their arguments."""
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -94,6 +93,7 @@ def config_from(argv: list[str], default: Config | None = None) -> tuple[Config,
     fits = default is not None and file is None and model_name in (None, default.model.name)
     config = default if default is not None and fits else load_config(file, model_name)
     _refuse_unknown_flags(rest, config)
+    _refuse_late_file(rest)
     return config, rest
 
 
@@ -112,6 +112,13 @@ def _refuse_unknown_flags(argv: list[str], config: Config) -> None:
             raise UserError(f"unknown flag {flag}{nearest(key, valid)}")
 
 
+def _refuse_late_file(argv: list[str]) -> None:
+    """A config file behind the flags, where a word is taken for a flag's value."""
+    for before, word in zip(["", *argv], argv, strict=False):
+        if word.endswith((".yaml", ".yml")) and not before.startswith("--"):
+            raise UserError(f"the config file {word} must come first, before all flags")
+
+
 def flag_value(argv: list[str], flag: str) -> str | None:
     for index, word in enumerate(argv):
         if word == flag and index + 1 < len(argv):
@@ -127,17 +134,33 @@ def refuse_positional(argv: list[str], command: str) -> None:
         raise UserError(f"lockstep {command} takes flags only, but was given {argv[0]!r}")
 
 
-def check_folder(flag: str, file: str | None) -> None:
-    """Refuse a file whose folder is not there before the work is done, not after."""
-    if file is not None and Path(file).is_dir():
+def check_outputs(csv: str | None, json: str | None, plot: str | None) -> None:
+    """Refuse files that cannot be written before the work is done, not after."""
+    given = [(flag, file) for flag, file in (("--csv", csv), ("--json", json), ("--plot", plot)) if file is not None]
+    for flag, file in given:
+        check_output(flag, file)
+    files = [file for _, file in given]
+    for file in files:
+        if files.count(file) > 1:
+            raise UserError(f"{file} was given for two kinds of output; give each its own file")
+
+
+def check_output(flag: str, file: str) -> None:
+    path = Path(file)
+    if path.is_dir():
         raise UserError(f"{flag} {file}: that is a folder; name a file")
-    if flag == "--plot" and file is not None and Path(file).suffix not in (".png", ".svg", ".pdf"):
+    if flag == "--plot" and path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot {file}: name a file that ends in .png, .svg or .pdf")
-    folder = Path(file or ".").absolute().parent
-    if file is not None and not folder.is_dir():
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise UserError(f"{flag} {file}: there is no folder {folder}; make it first")
-    if file is not None and not os.access(folder, os.W_OK):
-        raise UserError(f"{flag} {file}: the folder {folder} cannot be written to; choose another")
+    was_there = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"{flag} {file} cannot be written ({error.strerror}); choose another place") from None
+    if not was_there:
+        path.unlink(missing_ok=True)  # under torchrun another rank may have been quicker
 
 
 def sections(config: Config) -> dict[str, Any]:

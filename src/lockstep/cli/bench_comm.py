@@ -15,7 +15,7 @@ from lockstep.bench.comm_reading import curves
 from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.plot import plot_curves
 from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
-from lockstep.cli.arguments import LinkFlag, check_folder, over_link, parse, refuse_positional
+from lockstep.cli.arguments import LinkFlag, check_outputs, over_link, parse, refuse_positional
 from lockstep.cli.comm_tables import Result, figures, show_fit, show_pairs, show_reading, show_rows, write_json
 from lockstep.cli.tables import console, write_rows
 from lockstep.comm.algorithms import ALGORITHMS
@@ -101,11 +101,7 @@ def main(argv: list[str]) -> int:
     )
     if sweep.op == "avg" and not DTYPES[sweep.dtype].is_floating_point:
         raise UserError(f"--op avg is for floating-point types, and --dtype is {sweep.dtype}; use --op sum")
-    for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
-        check_folder(flag, file)
-    files = [file for file in (arguments.csv, arguments.json, arguments.plot) if file is not None]
-    if len(set(files)) < len(files):
-        raise UserError(f"{files[-1]} was given for two kinds of output; give each its own file")
+    check_outputs(arguments.csv, arguments.json, arguments.plot)
     if arguments.link is not None:
         return over_link("bench comm", arguments.link, argv, arguments.launch)
     work = (names, list(arguments.against), algorithms, sweep)

@@ -11,7 +11,7 @@ from lockstep.bench.plot import plot_scaling
 from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
 from lockstep.bench.timing import Timing
-from lockstep.cli.arguments import RunArguments, check_folder, config_from, parse, sections
+from lockstep.cli.arguments import RunArguments, check_outputs, config_from, parse, sections
 from lockstep.cli.bench_train import time_cases
 from lockstep.cli.tables import console, new_table, write_rows
 from lockstep.config import Config
@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
     if arguments.launch.nproc not in (None, sizes[-1]):
         raise UserError(f"--nproc {arguments.launch.nproc} is not the largest --world-size {sizes[-1]}; leave it out")
     check_sizes(config, sizes)
-    for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
-        check_folder(flag, file)
+    check_outputs(arguments.csv, arguments.json, arguments.plot)
     cores, threads = available_cores(), threads_of_each(arguments.threads, sizes[-1])
     ranks = run_on_ranks(
         *(time_cases, scaling_cases(config, arguments.modes, sizes), arguments.steps, arguments.warmup),

@@ -6,17 +6,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from lockstep.bench.plot import plot_timings
-from lockstep.bench.presets import Preset, preset_named, with_known_names, with_size_that_fits
+from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
 from lockstep.bench.timing import Timing, as_rows
-from lockstep.bench.train import Case, bench_cases, one_process
+from lockstep.bench.train import MEMORY_STEPS, Case, bench_cases, one_process
 from lockstep.cli.arguments import (
     LinkFlag,
     RunArguments,
-    check_folder,
     check_link,
+    check_outputs,
     config_from,
     flag_value,
     over_link,
@@ -80,11 +81,12 @@ def main(argv: list[str]) -> int:
         check_preset(preset, config, argv)
     arguments = parse(BenchTrainArguments, rest, "bench train", default=BenchTrainArguments(**sections(config)))
     config = arguments.config()
+    if flag_value(rest, "--parallel.data") is not None:
+        raise UserError("--parallel.data names one strategy; bench train compares those of --strategies or --preset")
     steps = arguments.steps if arguments.steps is not None else preset.steps if preset is not None else 30
     if steps < 1 or arguments.warmup < 0:
         raise UserError(f"--steps {steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
-    for flag, file in (("--csv", arguments.csv), ("--json", arguments.json), ("--plot", arguments.plot)):
-        check_folder(flag, file)
+    check_outputs(arguments.csv, arguments.json, arguments.plot)
     if preset is None:
         names = known_names(arguments.strategies)
         if not names:
@@ -132,7 +134,11 @@ def settled(arguments: BenchTrainArguments, preset: Preset, config: Config, argv
     given = int(os.environ.get("WORLD_SIZE", "0")) or arguments.launch.nproc or default
     config, why = with_size_that_fits(config, arguments.launch, given)
     if os.environ.get("RANK", "0") == "0":
-        console().print(why)
+        console().print(why, soft_wrap=True)
+        if arguments.launch.device == "cpu" or not torch.cuda.is_available():
+            timed = arguments.steps if arguments.steps is not None else preset.steps
+            steps = (timed + arguments.warmup + MEMORY_STEPS) * (len(preset.cases(config)) + arguments.baseline)
+            console().print(time_on_cpu(config, steps), soft_wrap=True)
     return config
 
 

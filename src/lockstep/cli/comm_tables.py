@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.bench.comm import Row
-from lockstep.bench.comm_reading import UTILISATION, curves, duration, fit_rows, gradient_costs, human, sentences
+from lockstep.bench.comm_reading import UTILISATION, curves, fit_rows, gradient_costs, human, sentences
 from lockstep.bench.pairs import Pairs
 from lockstep.bench.trial import Sweep
 from lockstep.cli.tables import new_table
@@ -112,15 +112,15 @@ def show_reading(screen: Console, result: Result) -> None:
     table = new_table(
         f"fp32 gradients over this link, all_reduce by {best.candidate.name}",
         ("model",),
-        ("gradients\nMB", "items\n/rank/step", "communi-\ncation", "compu-\ntation", "share of\nstep %"),
+        ("gradients\nMB", "items\n/rank/step", "communi-\ncation ms", "compu-\ntation ms", "share of\nstep %"),
     )
     for c in gradient_costs(best, result.peak_flops):
         table.add_row(
             c.model,
             f"{4e-6 * c.parameters:,.0f}",
             str(c.items),
-            duration(c.communication),
-            duration(c.computation),
+            f"{1e3 * c.communication:,.1f}",
+            f"{1e3 * c.computation:,.1f}",
             f"{100 * c.share:.0f}",
         )
     screen.print(table)

@@ -42,11 +42,13 @@ def main(argv: list[str]) -> int:
     arguments = parse(DemoArguments, argv, "demo")
     if arguments.epochs < 1:
         raise UserError(f"--epochs is {arguments.epochs}, but it must be 1 or more")
+    folder = Path(arguments.run_dir)
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     rows: list[DemoRow] = run_on_ranks(demo, arguments.epochs, launch=arguments.launch, default_nproc=2)[0]
     if os.environ.get("RANK", "0") == "0":
         print_demo(rows, time.perf_counter() - start)
-        folder = Path(arguments.run_dir)
         write_results(rows, arguments.epochs, folder)
         written = write_report(gather([folder / RECORD]), folder / "report.html", "Lockstep demo")
         console().print(f"\nThe same as a page, with timelines and losses: {written[0]}", soft_wrap=True)
@@ -58,11 +60,10 @@ def write_results(rows: list[DemoRow], epochs: int, folder: Path) -> None:
     timings = [row.timing for row in rows]
     table = [
         {**figures, "accuracy": row.accuracy, "difference": row.difference, "timelines": row.timing.timelines}
-        for row, figures in zip(rows, as_rows(timings, timings[:1]), strict=True)
+        for row, figures in zip(rows, as_rows(timings, []), strict=True)
     ]
     result = {"rows": table, "losses": {row.timing.label: row.losses for row in rows}}
     with writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         title = f"the digits CNN, one process and {max(row.ranks for row in rows)} ranks"
         Record("demo", result, asdict(demo_config(epochs)), title=title).write(folder / RECORD)
 

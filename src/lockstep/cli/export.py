@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.cli.arguments import check_folder, parse
+from lockstep.cli.arguments import check_output, parse
 from lockstep.errors import UserError
 from lockstep.training.export import export_weights
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     is_checkpoint = (Path(source) / "manifest.json").exists()
     home = Path(source).parent.parent if is_checkpoint else Path(source)
     target = Path(arguments.output or home / "model.safetensors")
-    check_folder("--output", str(target))
+    check_output("--output", str(target))
     count = export_weights(Path(source), target)
     print(f"{count} tensors, {target.stat().st_size / 1e6:,.1f} MB in {target}")
     return 0

@@ -144,9 +144,12 @@ def verdicts(timings: list[Timing]) -> list[str]:
 def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
     """How to read the tables."""
     first = timings[0]
+    per_sample = {t.parameters: t.flops_per_step / t.batch_size / 1e9 for t in timings}
+    work = f"{per_sample.pop(first.parameters):.3g} GFLOP per sample"
+    work += "".join(f", {flops:.3g} with {parameters:,} parameters" for parameters, flops in per_sample.items())
     lines = [
-        f"MFU: {first.flops_per_step / first.batch_size / 1e9:.3g} GFLOP per sample (matrix products, forward and "
-        f"backward) of a peak of {first.peak_flops / 1e12:.3g} TFLOP/s for all ranks ({first.peak_source})."
+        f"MFU: {work} (matrix products, forward and backward) of a peak of {first.peak_flops / 1e12:.3g} TFLOP/s for "
+        f"all ranks ({first.peak_source})."
     ]
     if first.ranks > 1:
         lines.append("exposed: the step stood waiting for it. total: some of it was on its way. hidden: the rest.")

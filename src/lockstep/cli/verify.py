@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lockstep.cli.arguments import LinkFlag, config_from, over_link, parse
+from lockstep.cli.arguments import LinkFlag, config_from, flag_value, over_link, parse
 from lockstep.cli.tables import console, new_table
 from lockstep.config import CNN, Config, Model, check_ranges
 from lockstep.errors import UserError
@@ -60,6 +60,8 @@ def main(argv: list[str]) -> int:
         return over_link("verify", arguments.link, argv, arguments.launch)
     launch, sizes = arguments.launch, arguments.world_size
     if launch.nproc is not None:
+        if flag_value(rest, "--world-size") is not None:
+            raise UserError("--nproc and --world-size both say how many ranks to verify with; leave one out")
         sizes = (launch.nproc,)
     if adopt_environment():
         sizes = (int(os.environ["WORLD_SIZE"]),)
@@ -94,8 +96,8 @@ def print_verdicts(verdicts: list[Verdict], request: Request) -> None:
             v.strategy,
             str(v.world_size),
             *deltas,
-            str(counted.collectives),
-            f"{counted.wire_bytes / 1e3:.2f}",
+            str(counted.collectives) if v.traffic_is_seen else "-",
+            f"{counted.wire_bytes / 1e3:.2f}" if v.traffic_is_seen else "-",
             f"{v.expected.wire_bytes / 1e3:.2f}" if v.expected is not None else "-",
             v.law or "equality",
         )

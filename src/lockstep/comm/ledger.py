@@ -6,7 +6,7 @@ and wait on the one that computes), so what is measured is the stream's wait, wi
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -151,14 +151,18 @@ class Ledger:
         return self._union(((e.wait_started, e.waited_until) for e in self.of(*(purposes or STEP_PURPOSES))), within)
 
     def busy_seconds(self) -> float | None:
-        """Time in which some communication was on its way. None: the ends of some are not seen."""
-        entries = self.of(*STEP_PURPOSES)
-        if any(entry.over is None for entry in entries):
+        """Time in which some communication was on its way. None: the ends of some are not seen.
+
+        The step's own few bytes count as far as it waits for them: that nobody waits for 16 bytes hides nothing.
+        """
+        model, own = self.of(*MODEL_PURPOSES), [e for e in self.of(*STEP_PURPOSES) if e.purpose not in MODEL_PURPOSES]
+        if any(entry.over is None for entry in model):
             return None
-        return self._union((e.issued, e.over) for e in entries)
+        on_their_way = [(e.issued, e.over) for e in model]
+        return self._union([*on_their_way, *((e.wait_started, e.waited_until) for e in own)])
 
     def _union(
-        self, intervals: Iterator[tuple[Mark | None, Mark | None]], within: tuple[Mark, Mark] | None = None
+        self, intervals: Iterable[tuple[Mark | None, Mark | None]], within: tuple[Mark, Mark] | None = None
     ) -> float:
         started = self.started
         assert started is not None, "open() begins a step"

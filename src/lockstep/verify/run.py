@@ -30,6 +30,8 @@ class Verdict:
     """Empty: the strategy is equal to one process. Else what it is held to instead."""
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     counted: Traffic | None = None
+    traffic_is_seen: bool = True
+    """False where an engine sends out of our sight."""
     expected: Theory | None = None
     failures: list[str] = field(default_factory=list)
 
@@ -134,7 +136,7 @@ class Proofs:
 
 def _check_traffic(verdict: Verdict, strategy: Strategy, model: nn.Module, parallel: Parallel, world_size: int) -> None:
     """`model`: as it is before a strategy cuts it up."""
-    verdict.counted = strategy.ledger.traffic()
+    verdict.counted, verdict.traffic_is_seen = strategy.ledger.traffic(), strategy.traffic_is_seen
     verdict.expected = expected_traffic(model, parallel, world_size)
     if verdict.expected is not None and not verdict.expected.matches(verdict.counted):
         verdict.failures.append(
