@@ -2,8 +2,10 @@
 
 python docs/results/measure_one_gpu.py small
 python docs/results/measure_one_gpu.py xl --variants compiled all
+python docs/results/measure_one_gpu.py xl --variants script all
 
-Each variant has what the ones above it have, and one thing more. A turn is some steps without a pause, as in training.
+Each variant has what the ones above it have, and one thing more; `script` is plain_gpt2.py, which has nothing of
+Lockstep. A turn is some steps without a pause, as in training.
 """
 
 import argparse
@@ -19,11 +21,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from plain_gpt2 import Script
 
 from lockstep.config import Config, load_config
-from lockstep.data import Sampler, read_share
+from lockstep.data import Sampler
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.strategies import Strategy
+from lockstep.strategies import StepResult, Strategy
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.world import World
 
@@ -74,6 +77,7 @@ WAITING = replace(COMPILED, says="fused AdamW", waits=True)
 UNFUSED = replace(WAITING, says="compiled as one", fused_adamw=False)
 EAGER = replace(UNFUSED, says="vocabulary padded to 50304", compile="none")
 VARIANTS = {
+    "script": replace(ALL, says="a plain script with nothing of Lockstep"),
     "plain": replace(EAGER, says="plain: autocast, AdamW, PyTorch's choice of attention", vocabulary=50257),
     "padded": EAGER,
     "compiled": UNFUSED,
@@ -89,7 +93,7 @@ VARIANTS = {
 @dataclass
 class Runner:
     variant: Variant
-    strategy: Strategy
+    strategy: Strategy | Script
     batches: list[Any]
 
     def seconds_per_step(self, steps: int) -> float:
@@ -99,6 +103,7 @@ class Runner:
             for step in range(steps):
                 result = self.strategy.step(self.batches[step % len(self.batches)])
                 if self.variant.waits:
+                    assert isinstance(result, StepResult)
                     _ = result.loss
             torch.cuda.synchronize()
             return (time.perf_counter() - start) / steps
@@ -112,10 +117,14 @@ def measure(world: World, size: str, names: list[str], turns: int, steps: int) -
         config = variant.config(size)
         dataset = load_data(world, config)
         begun = time.perf_counter()
-        with variant.switched():
-            strategy = prepare_strategy(world, config, dataset)
+        strategy: Strategy | Script
+        if name == "script":
+            strategy = Script(size, world.device)
+        else:
+            with variant.switched():
+                strategy = prepare_strategy(world, config, dataset)
         sampler = Sampler(len(dataset.train), config.train.batch_size, 0)
-        batches = [read_share(dataset.train, indices, strategy.batch_share()) for indices in sampler.epoch(0)]
+        batches = [dataset.train.batch(indices) for indices in sampler.epoch(0)]
         runners[name] = Runner(variant, strategy, batches)
         runners[name].seconds_per_step(3)
         gc.collect()
@@ -125,6 +134,8 @@ def measure(world: World, size: str, names: list[str], turns: int, steps: int) -
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(turns):
         for name, runner in runners.items():
+            torch.cuda.empty_cache()  # what the one before it kept; the first step is for taking memory again
+            runner.seconds_per_step(1)
             times[name].append(runner.seconds_per_step(steps))
     print(
         f"\nGPT-2 {size}, {tokens:,} tokens per step, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}"
@@ -142,7 +153,7 @@ def measure(world: World, size: str, names: list[str], turns: int, steps: int) -
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=("small", "xl"))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[1:])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
