@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,6 +78,7 @@ def test_compile_on_a_gpu() -> None:
 
 
 def check_kernels(world: World) -> None:
+    from lockstep.models.kernels.adamw import LARGE, AdamW
     from lockstep.models.kernels.cross_entropy import cross_entropy
     from lockstep.models.kernels.gelu import bias_gelu
     from lockstep.models.kernels.join import join_columns
@@ -114,6 +116,25 @@ def check_kernels(world: World) -> None:
         assert torch.equal(joined, whole)
         torch.testing.assert_close(sums, whole.float().sum(0, keepdim=True).bfloat16(), rtol=1e-2, atol=1e-2)
 
+    sizes = (LARGE, LARGE + 3, 2 * LARGE, 5)
+    mine, theirs = ([torch.nn.Parameter(torch.ones(s, device=world.device)) for s in sizes] for _ in range(2))
+    pairs = list(zip(mine, theirs, strict=True))
+    ours = AdamW(mine, 1e-2, (0.9, 0.999), 0.1)
+    native = torch.optim.AdamW(theirs, 1e-2, (0.9, 0.999), weight_decay=0.1, fused=True)
+    for step, skip in enumerate((1.0, 0.0, 0.0, 1.0, 0.0)):
+        for a, b in pairs:
+            a.grad = torch.randn_like(a) * 10.0**-step
+            b.grad = a.grad.clone()
+        if step == 1:
+            mine[0].grad = theirs[0].grad = None  # it has taken one step less than the others from then on
+        for optimizer in (ours, native):
+            optimizer.found_inf = torch.tensor(skip, device=world.device)  # type: ignore[union-attr]
+            optimizer.step()
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+            for name, value in native.state[b].items():
+                torch.testing.assert_close(ours.state[a][name], value, rtol=1e-5, atol=2e-8)
+
 
 def test_kernels_by_hand() -> None:
     on_gpu(check_kernels, 1)
@@ -129,11 +150,12 @@ def new_strategy(world: World, name: str, precision: str) -> tuple[Strategy, Bat
 def check_no_wait(world: World, name: str) -> None:
     """After some steps, one more under a watch that fails at anything that makes the host wait for the device."""
     strategy, batch = new_strategy(world, name, "bf16")
-    for _ in range(3):
-        strategy.step(batch)
-    torch.cuda.set_sync_debug_mode("error")
-    result = strategy.step(batch)
-    torch.cuda.set_sync_debug_mode("default")
+    with patch("lockstep.models.kernels.adamw.LARGE", 64):
+        for _ in range(3):
+            strategy.step(batch)
+        torch.cuda.set_sync_debug_mode("error")
+        result = strategy.step(batch)
+        torch.cuda.set_sync_debug_mode("default")
     assert result.loss == result.loss, name
     assert not result.skipped
 

@@ -47,6 +47,7 @@ class Variant:
     cross_entropy: bool = True
     gelu: bool = True
     lean_gradients: bool = True
+    own_adamw: bool = True
 
     def config(self, size: str) -> Config:
         config = load_config(CONFIGS / f"gpt2_{size}.yaml")
@@ -65,11 +66,16 @@ class Variant:
                 stack.enter_context(patch("lockstep.models.loss.MANY_CLASSES", 10**9))
             if not self.lean_gradients:
                 stack.enter_context(patch("lockstep.strategies.compiling.inductor_options", dict))
+            if not self.own_adamw:
+                stack.enter_context(patch("lockstep.training.optimizer.usable_on", lambda _: False))
             yield
 
 
-ALL = Variant("lean gradients: in fp32 from the products on, rows added and columns summed on the way")
-NARROW = replace(ALL, says="our own gelu(x + bias)", lean_gradients=False)
+ALL = Variant("our own AdamW for large tensors")
+LEAN = replace(
+    ALL, says="lean gradients: in fp32 from the products on, rows added and columns summed on the way", own_adamw=False
+)
+NARROW = replace(LEAN, says="our own gelu(x + bias)", lean_gradients=False)
 THEIR_GELU = replace(NARROW, says="the residual stream in bf16", gelu=False)
 WIDE = replace(THEIR_GELU, says="our own cross entropy", residual="fp32")
 COMPILED = replace(WIDE, says="no host wait in the loop", cross_entropy=False)
@@ -86,6 +92,7 @@ VARIANTS = {
     "cross-entropy": WIDE,
     "residual": THEIR_GELU,
     "gelu": NARROW,
+    "lean": LEAN,
     "all": ALL,
 }
 

@@ -6,24 +6,34 @@ from math import cos, pi
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config import Train
+from lockstep.models.kernels import usable_on
 
 
 def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     parameters = list(parameters) or [nn.Parameter(torch.empty(0))]  # torch refuses an empty list
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
+    tensors = tensors_of(parameters)
+    if train.optimizer == "adamw" and should_fuse(parameters) and tensors and all(map(usable_on, tensors)):
+        from lockstep.models.kernels.adamw import AdamW  # Triton is where GPUs are
+
+        return AdamW(parameters, train.lr, train.betas, train.weight_decay)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
     fused = should_fuse(parameters) or None  # None: PyTorch's own default
     return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)
 
 
 def should_fuse(parameters: list[Any]) -> bool:
-    """On a GPU one kernel does all of a step. `parameters`: tensors, or groups of them."""
-    groups = [p["params"] if isinstance(p, dict) else [p] for p in parameters]
-    return all(tensor.is_cuda for group in groups for tensor in group)
+    """On a GPU one kernel does all of a step."""
+    return all(tensor.is_cuda for tensor in tensors_of(parameters))
+
+
+def tensors_of(parameters: list[Any]) -> list[Tensor]:
+    """Of a list of tensors, or of groups of them."""
+    return [tensor for p in parameters for tensor in (p["params"] if isinstance(p, dict) else [p])]
 
 
 def optimizer_factory(train: Train) -> partial[torch.optim.Optimizer]:
