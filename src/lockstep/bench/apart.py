@@ -53,15 +53,21 @@ class Apart:
 def _serve(pipe: Connection, parent: int, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     end_at_ctrl_c()
     die_with_parent(parent)
-    try:
-        held = make(*args)
-        pipe.send((None, None))
-        while True:
+    held, error = _tried(make, args)
+    pipe.send((None, error))
+    while True:
+        try:
             method, arguments = pipe.recv()
-            pipe.send((getattr(held, method)(*arguments), None))
-    except EOFError:
-        return  # nobody will call any more
+        except EOFError:
+            return  # nobody will call any more
+        pipe.send(_tried(getattr(held, method), arguments))
+
+
+def _tried(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+    """What it gives, and what it raises."""
+    try:
+        return function(*args), None
     except UserError as mistake:
-        pipe.send((None, mistake))
+        return None, mistake
     except Exception:
-        pipe.send((None, RankError(f"in a process of its own:\n{traceback.format_exc()}")))
+        return None, RankError(f"in a process of its own:\n{traceback.format_exc()}")

@@ -23,7 +23,7 @@ class ReportArguments:
     """
 
     out: str = "report.html"
-    """The file to write; the CSV and JSON files go to a folder of its name."""
+    """The file to write; the CSV and JSON files go to a folder beside it: report_files for report.html."""
     title: str = "Lockstep report"
 
 
