@@ -29,7 +29,7 @@ from lockstep.cli.train_tables import verdicts
 from lockstep.comm.ledger import Entry, Ledger, Traffic
 from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges
 from lockstep.errors import RankError, UserError
-from lockstep.launch import Launch, available_cores, run_on_ranks
+from lockstep.launch import Launch, available_cores, own_cores, run_on_ranks
 from lockstep.record import read_record
 from lockstep.strategies import strategy_named
 from lockstep.world import World
@@ -199,11 +199,17 @@ def test_cases_on_ranks() -> None:
         assert [line["rank"] for line in t.timelines] == [0, 1, 2]
     assert found["ddp@gloo"].wire_mb == pytest.approx(found["ddp@gloo"].theory_mb)
     assert (found["one"].ranks, found["one"].wire_mb, len(found["one"].step_s)) == (1, 0.0, 3)
+    assert (found["one"].threads, found["two"].threads) == (available_cores(), max(1, available_cores() // 3))
+    assert len(found["two"].cores) == available_cores()
     assert (found["two"].ranks, len(found["two"].timelines)) == (2, 2)
 
 
 class Elsewhere:
     """What a test asks of a process of its own."""
+
+    def __init__(self, fine: bool = True) -> None:
+        if not fine:
+            raise UserError("no such thing")
 
     def threads(self) -> tuple[int, str, int]:
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.getpid()
@@ -220,17 +226,20 @@ def call_elsewhere(world: World) -> tuple[Any, ...]:
     if not world.is_main:
         return ()
     before = os.environ["OMP_NUM_THREADS"]
-    apart = Apart(Elsewhere)
+    with pytest.raises(UserError, match="no such thing"):
+        Apart(own_cores(), Elsewhere, False)
+    apart = Apart(own_cores(), Elsewhere)
     found = apart.call("threads")
     with pytest.raises(UserError, match="a mistake of the user's"):
         apart.call("fails", UserError("a mistake of the user's"))
     with pytest.raises(RankError, match="KeyError: 'in there'"):
         apart.call("fails", KeyError("in there"))
+    for method in ("dies", "threads"):
+        with pytest.raises(RankError, match="exit code -9"):
+            apart.call(method)
     apart.end()
-    with pytest.raises(RankError, match="exit code -9"):
-        Apart(Elsewhere).call("dies")
     assert os.environ["OMP_NUM_THREADS"] == before
-    return (*found, multiprocessing.active_children())
+    return (*found, [child.pid for child in multiprocessing.active_children()])
 
 
 def test_one_process_begins_with_all_cores() -> None:
@@ -245,9 +254,10 @@ def threads_here(world: World) -> tuple[int, str]:
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
+@pytest.mark.skipif(available_cores() < 2, reason="there is one core only")
 def test_a_rank_begins_with_the_threads_asked_for() -> None:
     """Also if it is the only one, which is in this process else."""
-    asked = available_cores() - 1 or 1
+    asked = available_cores() - 1
     before = os.environ.get("OMP_NUM_THREADS")
     launch = Launch(nproc=1, device="cpu", timeout=60)
     assert run_on_ranks(threads_here, launch=launch, threads=asked) == [(asked, str(asked))]

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,13 @@ def on_ranks(function: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
     return run_on_ranks(function, *args, launch=Launch(nproc=nproc, device="cpu", timeout=60))
 
 
-def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+def children(process: int | None = None) -> list[psutil.Process]:
+    """The ranks below it, or below us."""
+    found = []
+    for child in psutil.Process(process).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it may have ended by now
+            found += [child] * ("spawn_main" in " ".join(child.cmdline()))
+    return found
 
 
 def test_results_come_back_in_rank_order() -> None:
@@ -249,13 +255,12 @@ def test_ctrl_c_while_ranks_import(tmp_path: Path) -> None:
     ranks: list[psutil.Process] = []
     while len(ranks) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-        family = psutil.Process(process.pid).children(recursive=True)
-        ranks = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+        ranks = children(process.pid)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert (process.returncode, output) == (130, "interrupted: SIGINT: all ranks were ended\n")
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=10)
     assert alive == []
 
 

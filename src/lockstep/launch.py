@@ -76,20 +76,37 @@ def run_on_ranks(
     nproc = launch.nproc if launch.nproc is not None else default_nproc
     if nproc < 1:
         raise UserError(f"--nproc is {nproc}, but it must be 1 or more")
-    chosen = launch.nproc is not None or launch.device != "auto" or launch.share_gpu
-    if not chosen and 0 < torch.cuda.device_count() < nproc:
+    if falls_back_to_cpu(launch, nproc):
         print(f"{nproc} ranks on the CPU: there are fewer GPUs here (--share-gpu lets ranks share one)")
         launch = replace(launch, device="cpu")
     choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
-    if nproc == 1 and threads in (None, available_cores()):
+    if nproc == 1 and threads in (None, torch.get_num_threads()):
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
     return _start_ranks(function, args, launch, nproc, threads, start_method)
 
 
+def falls_back_to_cpu(launch: Launch, nproc: int) -> bool:
+    """More ranks than GPUs, and nobody has said where they are to run."""
+    chosen = launch.nproc is not None or launch.device != "auto" or launch.share_gpu
+    return not chosen and 0 < torch.cuda.device_count() < nproc
+
+
+def own_cores() -> set[int]:
+    """Cores that this process may use, which a container, `taskset` or srun may have limited."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(psutil.cpu_count() or 1))
+
+
 def available_cores() -> int:
-    """Cores that this process may use, which a container or `taskset` may have limited."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+    return len(own_cores())
+
+
+def use_cores(cores: set[int]) -> None:
+    """Let this process, and the threads that it will start, use them."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def adopt_environment() -> bool:

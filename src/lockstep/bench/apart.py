@@ -2,7 +2,7 @@
 
 A rank begins with its share of the cores, and what multiplies its matrices may hold on to that: ARM's Compute Library
 keeps the threads that it found first, whatever `torch.set_num_threads` says later. So what one process could do with
-the whole machine is told by a process that begins with the whole machine. It sleeps until it is called.
+all cores of the machine is told by a process that begins with all of them. It sleeps until it is called.
 """
 
 import multiprocessing
@@ -13,46 +13,52 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.errors import RankError, UserError
-from lockstep.launch import available_cores, changed_environment
+from lockstep.launch import changed_environment, use_cores
 from lockstep.rank import ctrl_c_held_back, die_with_parent, end_at_ctrl_c
 
 
 class Apart:
-    """What `make(*args)` gives, in another process."""
+    """What `make(*args)` gives, in another process on these cores."""
 
-    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, cores: set[int], make: Callable[..., Any], *args: Any) -> None:
         here, there = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(there, os.getpid(), make, args), daemon=True)
-        with changed_environment(OMP_NUM_THREADS=str(available_cores())), ctrl_c_held_back():
+        self._process = context.Process(target=_serve, args=(there, os.getpid(), cores, make, args), daemon=True)
+        with changed_environment(OMP_NUM_THREADS=str(len(cores))), ctrl_c_held_back():
             self._process.start()
         there.close()  # now the child's end alone: if the child is gone, we hear of it
         self._pipe = here
-        self._answer()
+        try:
+            self._answer()
+        except Exception:
+            self.end()
+            raise
 
     def call(self, method: str, *args: Any) -> Any:
         """The object's method, carried out there."""
-        self._pipe.send((method, args))
-        return self._answer()
+        return self._answer((method, args))
 
     def end(self) -> None:
         self._pipe.close()
         self._process.join()
 
-    def _answer(self) -> Any:
+    def _answer(self, question: object = None) -> Any:
         try:
+            if question is not None:
+                self._pipe.send(question)
             value, error = self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
-            raise RankError(f"the process of its own was ended (exit code {self._process.exitcode})") from None
+            raise RankError(f"the process that is timed alone was ended (exit code {self._process.exitcode})") from None
         if error is not None:
             raise error
         return value
 
 
-def _serve(pipe: Connection, parent: int, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection, parent: int, cores: set[int], make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     end_at_ctrl_c()
     die_with_parent(parent)
+    use_cores(cores)
     held, error = _tried(make, args)
     pipe.send((None, error))
     while True:
@@ -70,4 +76,4 @@ def _tried(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Ex
     except UserError as mistake:
         return None, mistake
     except Exception:
-        return None, RankError(f"in a process of its own:\n{traceback.format_exc()}")
+        return None, RankError(f"in the process that is timed alone:\n{traceback.format_exc()}")

@@ -82,7 +82,7 @@ def accumulation_sweep(config: Config) -> list[Case]:
 def naive_ddp(config: Config) -> list[Case]:
     """One GPT, one all-reduce per parameter, and the same without waiting for each."""
     assert isinstance(config.model, GPT)
-    shape = gpt_shape(config.model, DataSpec("tokens", (config.model.context,), config.model.vocabulary or 256))
+    shape = gpt_shape(config.model, tokens_for(config.model))
     details = {"model_size": config.model.size, "d_model": shape.d_model, "num_layers": shape.layers}
     return [Case(name, name, config, details=details) for name in ("naive", "flat", "overlap", "bucketed", "ddp")]
 
@@ -130,6 +130,10 @@ def hidden_by(timings: list[Timing]) -> list[str]:
 def images(model: CNN | ResNet, batch: int) -> Config:
     """Synthetic images of CIFAR-10's shape."""
     return Config(model=model, data=Data("synthetic", samples=4 * batch), train=Train(batch_size=batch))
+
+
+def tokens_for(model: GPT) -> DataSpec:
+    return DataSpec("tokens", (model.context,), model.vocabulary or 256)
 
 
 def text(model: GPT, batch: int, **train: Any) -> Config:
@@ -227,7 +231,7 @@ def time_on_cpu(config: Config, steps: int) -> str:
     """How long so many steps take with all cores, in words: at half of the rate that they multiply matrices at."""
     assert isinstance(config.model, GPT)
     with torch.device("meta"):
-        model = build_model(config.model, DataSpec("tokens", (config.model.context,), config.model.vocabulary or 256))
+        model = build_model(config.model, tokens_for(config.model))
     seconds = steps * config.train.batch_size * training_flops(model) / (0.5 * measured_peak(World()))
     smaller = "" if config.model.size == "small" else "; --model.size small is quicker"
     return f"{steps} steps in all take about {max(1, round(seconds / 60))} min on this CPU{smaller}"
@@ -244,7 +248,7 @@ def training_bytes(config: Config, nproc: int) -> float:
     """A rank's need under naive data parallelism, roughly: state, activations of its share, logits."""
     model, train = config.model, config.train
     assert isinstance(model, GPT)
-    spec = DataSpec("tokens", (model.context,), model.vocabulary or 256)
+    spec = tokens_for(model)
     with torch.device("meta"):
         parameters = parameter_count(build_model(model, spec))
     shape = gpt_shape(model, spec)

@@ -26,6 +26,10 @@ class Timing:
     ranks_on_device: int = 1
     """That share one GPU."""
     device: str = "cpu"
+    threads: int = 1
+    """That a rank computes with, on a CPU."""
+    cores: set[tuple[str, int]] = field(default_factory=set)
+    """Machine and number of each core that some rank may use."""
     tokens_per_sample: int = 0
     """0: samples are not sequences."""
     peak_flops: float = 0.0
@@ -165,6 +169,7 @@ def merge_ranks(everyone: list[Timing], cycle: int = 1) -> Timing:
     merged.comm_s = [mean(times) for times in zip(*(t.comm_s for t in everyone), strict=True)]
     for values in (merged.step_s, merged.exposed_s, merged.comm_s, merged.imbalance_s):
         values[:] = over_cycles(values, cycle)
+    merged.cores = set().union(*(t.cores for t in everyone))
     merged.timelines = [line for timing in everyone for line in timing.timelines]
     merged.memory = max((t.memory for t in everyone), key=lambda memory: memory.peak_mib)
     return merged

@@ -1,6 +1,7 @@
 """Training steps of several strategies, taken in turns in one run, so that a noisy machine disturbs all alike."""
 
 import gc
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from lockstep.comm.hosts import hosts_meet
 from lockstep.config import Config, Parallel, check_ranges
 from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
 from lockstep.errors import UserError
+from lockstep.launch import own_cores
 from lockstep.models import build_model
 from lockstep.strategies import StepResult, Strategy, strategy_named
 from lockstep.strategies.theory import Theory, expected_traffic
@@ -48,7 +50,12 @@ class Case:
 
 
 def bench_cases(
-    world: World, cases: list[Case], steps: int, warmup: int, progress: Progress | None = None
+    world: World,
+    cases: list[Case],
+    steps: int,
+    warmup: int,
+    progress: Progress | None = None,
+    peaks: "Peaks | None" = None,
 ) -> list[Timing]:
     """Time `steps` steps of each case after `warmup` untimed ones. A step counts as long as its slowest rank.
 
@@ -58,7 +65,7 @@ def bench_cases(
     for case in cases:
         check_ranges(case.config)
         check_device(world, case.config)
-    runners = make_runners(world, cases)
+    runners = make_runners(world, cases, peaks or Peaks())
     for round_ in range(warmup + steps):
         turn = round_ % len(runners)
         for runner in runners[turn:] + runners[:turn]:
@@ -138,12 +145,14 @@ class Runner:
 
 
 class RunnerApart:
-    """One case on rank 0 alone, in a process of its own that has all cores."""
+    """One case on rank 0 alone, in a process of its own that has the cores of all ranks of its machine."""
 
     def __init__(self, world: World, case: Case) -> None:
         self.world = world
         load_data(world, case.config)  # one download serves all
-        self.apart = Apart(Runner, World(), case) if world.is_main else None
+        machines = all_gather_objects((platform.node(), own_cores()))
+        cores = set().union(*(cores for machine, cores in machines if machine == machines[0][0]))
+        self.apart = Apart(cores, Runner, World(), case) if world.is_main else None
         hosts_meet(world.device)
 
     def step(self, round_: int, timed: bool) -> None:
@@ -160,8 +169,8 @@ class RunnerApart:
         return first
 
 
-def make_runners(world: World, cases: list[Case]) -> list[Runner | RunnerApart]:
-    peaks, models = Peaks(), Models()
+def make_runners(world: World, cases: list[Case], peaks: "Peaks") -> list[Runner | RunnerApart]:
+    models = Models()
     on_cores = world.device.type == "cpu" and world.size > 1
     return [
         RunnerApart(world, case) if case.all_cores and on_cores else Runner(world, case, peaks, models)
@@ -305,6 +314,8 @@ def new_timing(
         ranks=world.size,
         ranks_on_device=world.ranks_on_device,
         device=world.device.type,
+        threads=torch.get_num_threads(),
+        cores={(platform.node(), core) for core in own_cores()},
         accumulation=config.train.accumulation,
         traffic_is_seen=strategy.traffic_is_seen,
         tokens_per_sample=dataset.spec.shape[0] if dataset.spec.kind == "tokens" else 0,

@@ -115,7 +115,8 @@ def _refuse_unknown_flags(argv: list[str], config: Config) -> None:
 def _refuse_late_file(argv: list[str]) -> None:
     """A config file behind the flags, where a word is taken for a flag's value."""
     for before, word in zip(["", *argv], argv, strict=False):
-        if word.endswith((".yaml", ".yml")) and not before.startswith("--"):
+        takes_a_value = before.startswith("--") and "=" not in before and not before.startswith("--no-")
+        if word.endswith((".yaml", ".yml")) and not takes_a_value:
             raise UserError(f"the config file {word} must come first, before all flags")
 
 
@@ -155,12 +156,14 @@ def check_output(flag: str, file: str) -> None:
     if not folder.is_dir():
         raise UserError(f"{flag} {file}: there is no folder {folder}; make it first")
     was_there = path.exists()
+    if was_there and not path.is_file():
+        return  # a device or a pipe
     try:
         path.open("a").close()
     except OSError as error:
         raise UserError(f"{flag} {file} cannot be written ({error.strerror}); choose another place") from None
     if not was_there:
-        path.unlink(missing_ok=True)  # under torchrun another rank may have been quicker
+        path.resolve().unlink(missing_ok=True)  # under torchrun another rank may have been quicker
 
 
 def sections(config: Config) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class BenchScalingArguments(RunArguments):
     modes: tuple[Mode, ...] = MODES
     """strong: the same global batch for all; weak: the same batch for each rank."""
     threads: int | None = None
-    """Cores of each rank, the same at every size. None: what the largest size leaves for each, at least 1."""
+    """Cores of each rank, the same at every size. None: OMP_NUM_THREADS if it is set, else what the largest
+    size leaves for each, at least 1."""
     steps: int = 8
     """Timed steps of each size and mode."""
     warmup: int = 2
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--nproc {arguments.launch.nproc} is not the largest --world-size {sizes[-1]}; leave it out")
     check_sizes(config, sizes)
     check_outputs(arguments.csv, arguments.json, arguments.plot)
-    cores, threads = available_cores(), threads_of_each(arguments.threads, sizes[-1])
+    threads = threads_of_each(arguments.threads, sizes[-1])
     ranks = run_on_ranks(
         *(time_cases, scaling_cases(config, arguments.modes, sizes), arguments.steps, arguments.warmup),
         launch=arguments.launch,
@@ -75,9 +76,9 @@ def main(argv: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         timings: list[Timing] = ranks[0]
         on_gpu = timings[0].device == "cuda"
-        nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         sharing = max(timing.ranks_on_device for timing in timings)
-        slots = sizes[-1] // sharing if on_gpu else max(1, nodes * cores // threads)
+        cores = max(len(timing.cores) for timing in timings)
+        slots = sizes[-1] // sharing if on_gpu else max(1, cores // threads)
         found = points(timings, slots)
         lines = sentences(found, slots, threads, on_gpu)
         print_scaling(found, timings[0], lines)
@@ -103,7 +104,8 @@ def threads_of_each(asked: int | None, ranks: int) -> int:
     cores = available_cores()
     if asked is not None and not 1 <= asked <= cores:
         raise UserError(f"--threads {asked}: give 1 to {cores}, the cores of this machine")
-    return asked or max(1, cores // ranks)
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    return asked or (int(variable) if variable.isdigit() else max(1, cores // ranks))
 
 
 def check_sizes(config: Config, sizes: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from lockstep.bench.plot import plot_timings
 from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
 from lockstep.bench.timing import Timing, as_rows
-from lockstep.bench.train import MEMORY_STEPS, Case, bench_cases, one_process
+from lockstep.bench.train import MEMORY_STEPS, Case, Peaks, bench_cases, one_process
 from lockstep.cli.arguments import (
     LinkFlag,
     RunArguments,
@@ -28,7 +28,7 @@ from lockstep.cli.tables import console, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, verdicts
 from lockstep.config import Config
 from lockstep.errors import RankError, UserError
-from lockstep.launch import run_on_ranks
+from lockstep.launch import adopt_environment, falls_back_to_cpu, run_on_ranks
 from lockstep.link import DEFAULT_RANKS, OVER_LINK, without_flag
 from lockstep.record import Record, read_record
 from lockstep.strategies import strategy_names
@@ -132,10 +132,14 @@ def settled(arguments: BenchTrainArguments, preset: Preset, config: Config, argv
         return config
     default = 2 if arguments.link is None else DEFAULT_RANKS
     given = int(os.environ.get("WORLD_SIZE", "0")) or arguments.launch.nproc or default
-    config, why = with_size_that_fits(config, arguments.launch, given)
+    launch = arguments.launch
+    if falls_back_to_cpu(launch, given):
+        launch = replace(launch, device="cpu")
+    config, why = with_size_that_fits(config, launch, given)
     if os.environ.get("RANK", "0") == "0":
         console().print(why, soft_wrap=True)
-        if arguments.launch.device == "cpu" or not torch.cuda.is_available():
+        on_cpu = launch.device == "cpu" or not torch.cuda.is_available()
+        if on_cpu and not adopt_environment():  # else this process has a rank's cores only
             timed = arguments.steps if arguments.steps is not None else preset.steps
             steps = (timed + arguments.warmup + MEMORY_STEPS) * (len(preset.cases(config)) + arguments.baseline)
             console().print(time_on_cpu(config, steps), soft_wrap=True)
@@ -208,7 +212,7 @@ def time_cases(world: World, cases: list[Case], steps: int, warmup: int, one_by_
     with Progress(disable=not world.is_main) as progress:
         total = len(groups) * (steps + warmup)
         task = progress.add_task(f"{world.size} ranks, {len(cases)} cases {how}", total=total)
-        found = []
+        found, peaks = [], Peaks()
         for group in groups:
-            found += bench_cases(world, group, steps, warmup, lambda: progress.advance(task))
+            found += bench_cases(world, group, steps, warmup, lambda: progress.advance(task), peaks)
         return [replace(timing, in_turns=not one_by_one) for timing in found]

@@ -159,5 +159,6 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
     if any(not t.traffic_is_seen for t in timings):
         lines.append("-: this engine communicates in a way that cannot be watched.")
     if baselines:
-        lines.append("one process: the whole batch on one rank, with the cores of all.")
+        threads = f", with {baselines[0].threads} threads; each of the others has {first.threads}"
+        lines.append(f"one process: the whole batch on one rank{threads if first.device == 'cpu' else ''}.")
     return lines

@@ -100,7 +100,10 @@ class Entry:
 MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers")
 """Traffic that grows with the model."""
 
-STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
+OWN_PURPOSES = ("agreement", "norm", "count")
+"""The step's own few bytes."""
+
+STEP_PURPOSES = (*MODEL_PURPOSES, *OWN_PURPOSES)
 """What a step waits for. The loss travels too, but only whoever reads it waits."""
 
 
@@ -155,7 +158,7 @@ class Ledger:
 
         The step's own few bytes count as far as it waits for them: that nobody waits for 16 bytes hides nothing.
         """
-        model, own = self.of(*MODEL_PURPOSES), [e for e in self.of(*STEP_PURPOSES) if e.purpose not in MODEL_PURPOSES]
+        model, own = self.of(*MODEL_PURPOSES), self.of(*OWN_PURPOSES)
         if any(entry.over is None for entry in model):
             return None
         on_their_way = [(e.issued, e.over) for e in model]

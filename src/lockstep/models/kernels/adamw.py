@@ -2,7 +2,7 @@
 
 PyTorch's fused one does that too, with one program for 65536 elements of a list of tensors; that is the best for many
 small ones. A large one is faster as a kernel of its own with small programs, of which the GPU always has enough to be
-waiting for: 3.9 instead of 3.3 TB/s on an H200. State and numbers are PyTorch's.
+waiting for: GPT-2 xl's step is 1.5 ms shorter on an H200. State and numbers are PyTorch's.
 
     m += (1 - beta1) (g - m)        v += (1 - beta2) (g^2 - v)
     w -= lr decay w                 w -= lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
@@ -110,7 +110,9 @@ class AdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         adamw(
             *(weights, gradients, firsts, seconds, [], times),
-            fused=True,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            fused=group["fused"],  # a state that was saved elsewhere may have taken it back
             found_inf=getattr(self, "found_inf", None),
             amsgrad=False,
             beta1=beta1,
@@ -127,7 +129,6 @@ def _log(beta: float) -> float:
 
 
 def _has_own_kernel(row: tuple[Tensor, ...]) -> bool:
-    *tensors, _ = row
-    return tensors[0].numel() >= LARGE and all(
-        type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_contiguous() for t in tensors
-    )
+    *tensors, time = row
+    plain = all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+    return tensors[0].numel() >= LARGE and plain and time.device == tensors[0].device
