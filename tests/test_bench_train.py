@@ -22,11 +22,11 @@ from lockstep.bench.presets import PRESETS, with_known_names, with_size_that_fit
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup, points, sentences
 from lockstep.bench.statistics import estimate
 from lockstep.bench.timing import Timing, as_rows, over_cycles
-from lockstep.bench.train import Case, bench_cases, sharing
+from lockstep.bench.train import Case, bench_cases, one_process, sharing
 from lockstep.cli import main
 from lockstep.cli.tables import write_rows
 from lockstep.cli.train_tables import verdicts
-from lockstep.comm.ledger import Entry, Ledger, Traffic
+from lockstep.comm.ledger import Entry, Ledger, Traffic, standing_still
 from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, available_cores, own_cores, run_on_ranks
@@ -86,6 +86,8 @@ def test_the_formula_of_a_slow_network() -> None:
     sharded = timing("zero1", [0.1] * 3, exposed_s=[0.0] * 3, traffic=[Traffic(4, 12.5e6, 6.25e6)] * 3)
     assert predicted_exposed_ms(sharded, 1.0) == pytest.approx(50 + 12.5)  # parameters go after the step
     assert predicted_exposed_ms(replace(bucketed, exposed_s=[0.03] * 3), 25.0) == pytest.approx(30.0)  # as here
+    uneven = replace(bucketed, exposed_s=[0.03] * 3, imbalance_s=[0.02] * 3)
+    assert predicted_exposed_ms(uneven, 1.0) == pytest.approx(20 + 100 - 2 / 3 * 70)  # slower ranks come on top
     assert predicted_exposed_ms(replace(bucketed, accumulation=4), 1.0) == pytest.approx(100 - 200 / 3 / 4)
 
 
@@ -102,6 +104,25 @@ def test_a_count_that_nobody_waits_for_hides_nothing() -> None:
         Entry("all_reduce", "gradients", 2, 1000, issued=6.0, wait_started=6.0, wait_ended=7.0, ended=7.0),
     ]
     assert (ledger.busy_seconds(), ledger.exposed_seconds()) == (1.5, 1.5)
+
+
+def test_what_is_issued_when_nothing_is_left_to_compute_is_waited_for_from_then_on() -> None:
+    ledger = Ledger()
+    ledger.open()
+    with standing_still():
+        still = ledger.add("all_reduce", "gradients", 2, 8)
+    beside = ledger.add("all_reduce", "gradients", 2, 8)
+    assert (still.wait_started, beside.wait_started) == (still.issued, None)
+
+
+def test_each_model_and_batch_has_its_one_process() -> None:
+    small, large = (Config(train=Train(batch_size=size)) for size in (1, 2))
+    cases = [
+        Case(f"{n} {c.train.batch_size}", n, c, details={"n": i}) for i, c in enumerate((small, large)) for n in "ab"
+    ]
+    assert [case.label for case in one_process(cases)] == ["one process 0", "one process 1"]
+    assert [case.label for case in one_process(cases[:2])] == ["one process"]
+    assert one_process([*cases[:2], Case("single", "single", small)]) == []  # it is there already
 
 
 # ---- scaling -------------------------------------------------------------------------------------------------------
@@ -275,11 +296,12 @@ def test_a_preset_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     for expected in ("speed-up over", "by\n", "optimizer", "that naive exposes, hidden:", "predicted"):
         assert expected.strip() in said, expected
     record = read_record(tmp_path / "x.json")
-    assert [row["label"] for row in record.result["rows"]] == ["naive", "overlap", "flat", "bucketed"]
+    labels = ["naive", "overlap", "flat", "bucketed", "one process"]
+    assert [row["label"] for row in record.result["rows"]] == labels
     assert record.result["rows"][0]["timelines"][1]["collectives"]
     assert record.environment["torch"]
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
-    assert [row["strategy"] for row in rows] == ["naive", "overlap", "flat", "bucketed"]
+    assert [row["label"] for row in rows] == labels
     assert float(rows[0]["ratio"]) == 1.0
     assert float(rows[3]["peak_mib"]) <= float(rows[0]["peak_mib"]) * 1.01
     assert "<svg" in (tmp_path / "x.svg").read_text()

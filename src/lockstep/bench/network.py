@@ -5,7 +5,7 @@
     exposed         all of it, where it begins after backward: naive's and flat's, and parameters that are sent after
                     the optimizer's step. Of the rest, what is left when the last micro-batch's backward (two thirds of
                     its computation) has hidden what it can, and at least one collective of mean size. Never less than
-                    the step waits for here
+                    the step waits for here; what it waits here for slower ranks comes on top
 
 There is no cost per message in it: many small messages are slower on a real network than this says.
 """
@@ -19,14 +19,20 @@ BACKWARD_SHARE = 2 / 3
 
 
 def predicted_exposed_ms(timing: Timing, gbit_per_s: float) -> float:
+    for_ranks = min(timing.imbalance_ms, timing.exposed_ms)
+    return for_ranks + max(network_ms(timing, gbit_per_s), timing.exposed_ms - for_ranks)
+
+
+def network_ms(timing: Timing, gbit_per_s: float) -> float:
+    """That cannot be hidden."""
     strategy = timing.strategy.partition("@")[0].partition("+")[0]
     total = timing.wire_mb * 8 / gbit_per_s  # Mbit / (Gbit/s) = ms
     if strategy in AFTER_BACKWARD:
-        return max(total, timing.exposed_ms)
+        return total
     afterwards = timing.parameters_mb * 8 / gbit_per_s if strategy in PARAMETERS_AFTER_STEP else 0.0
     beside = total - afterwards
     left = beside - BACKWARD_SHARE * timing.compute_ms / timing.accumulation
-    return max(afterwards + max(left, beside / max(1.0, timing.collectives)), timing.exposed_ms)
+    return afterwards + max(left, beside / max(1.0, timing.collectives))
 
 
 def predicted_share(timing: Timing, gbit_per_s: float) -> float:

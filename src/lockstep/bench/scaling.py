@@ -156,7 +156,7 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
             "other": last.other_ms,
         }
         worst = max(losses, key=lambda cause: losses[cause])
-        if last.ranks > 1 and losses[worst] > 0:
+        if last is not mine[0] and losses[worst] > 0:
             lines.append(
                 f"{mode}, {last.ranks} ranks: efficiency {last.efficiency:.0%}; most is lost to {worst} "
                 f"({losses[worst]:.1f} of {last.step_ms:.1f} ms)"

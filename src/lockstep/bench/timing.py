@@ -187,7 +187,7 @@ def over_cycles(values: list[float], cycle: int) -> list[float]:
 COLUMNS = (
     *("label", "strategy", "ranks", "parameters", "batch_size"),
     *("step_ms", "p10_ms", "p90_ms", "low95_ms", "high95_ms", "ratio", "ratio_low95", "ratio_high95"),
-    *("samples_per_s", "tokens_per_s", "tflop_per_s", "mfu", "speedup"),
+    *("samples_per_s", "tokens_per_s", "tflop_per_s", "mfu", "peak_tflop_per_s", "speedup"),
     *("compute_ms", "exposed_ms", "exposed_fraction", "comm_ms", "hidden_fraction", "imbalance_ms"),
     *("collectives", "theory_collectives", "wire_mb", "theory_mb"),
     *("peak_mib", "parameters_mib", "gradients_mib", "optimizer_mib", "activations_mib", "other_mib"),
@@ -205,7 +205,9 @@ def baseline_of(timing: Timing, baselines: list[Timing]) -> Timing | None:
 
 
 def as_rows(timings: list[Timing], baselines: list[Timing]) -> list[dict[str, Any]]:
-    return [as_row(t, timings[0], baseline_of(t, baselines)) for t in timings]
+    """Of the baselines too."""
+    single = [*baselines, *(t for t in timings if t.strategy == "single")]
+    return [as_row(t, timings[0], baseline_of(t, single)) for t in [*timings, *baselines]]
 
 
 def as_row(timing: Timing, first: Timing, single: Timing | None) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def as_row(timing: Timing, first: Timing, single: Timing | None) -> dict[str, An
     values = [
         *(timing.label, timing.strategy, timing.ranks, timing.parameters, timing.batch_size),
         *(sure.value, low, high, sure.low, sure.high, ratio.value, ratio.low, ratio.high),
-        *(timing.samples_per_s, timing.tokens_per_s, timing.flops_per_s / 1e12, timing.mfu),
+        *(timing.samples_per_s, timing.tokens_per_s, timing.flops_per_s / 1e12, timing.mfu, timing.peak_flops / 1e12),
         single.median_ms / timing.median_ms if single is not None else nan,
         *(timing.compute_ms, timing.exposed_ms, timing.exposed_share),
         *(timing.comm_ms, timing.hidden_share, timing.imbalance_ms),

@@ -57,7 +57,9 @@ def main(argv: list[str]) -> int:
     arguments = parse(BenchScalingArguments, rest, "bench scaling", default=BenchScalingArguments(**sections(config)))
     config = arguments.config()
     sizes = tuple(sorted(set(arguments.world_size)))
-    if not sizes or sizes[0] < 1:
+    if not sizes:
+        raise UserError("--world-size has no number behind it; give some, or leave it out")
+    if sizes[0] < 1:
         raise UserError(f"--world-size {' '.join(map(str, arguments.world_size))}: give numbers of 1 or more")
     if not arguments.modes or arguments.steps < 1 or arguments.warmup < 0:
         given = f"--modes {' '.join(arguments.modes)} --steps {arguments.steps} --warmup {arguments.warmup}"

@@ -24,8 +24,8 @@ from lockstep.cli.arguments import (
     parse,
     sections,
 )
-from lockstep.cli.tables import console, write_rows
-from lockstep.cli.train_tables import print_network_shares, print_timings, verdicts
+from lockstep.cli.tables import console, counted, write_rows
+from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
 from lockstep.config import Config
 from lockstep.errors import RankError, UserError
 from lockstep.launch import adopt_environment, falls_back_to_cpu, run_on_ranks
@@ -66,7 +66,7 @@ class BenchTrainArguments(RunArguments):
     """Also time one process with the whole batch, for the speed-up column."""
     link: LinkFlag = None
     csv: str | None = None
-    """Write one line per strategy to this file."""
+    """Write one line per strategy, and for one process, to this file."""
     json: str | None = None
     """Write everything to this file, for `lockstep report`."""
     plot: str | None = None
@@ -151,14 +151,14 @@ def show(
 ) -> None:
     reading = preset_named(arguments.preset).reading(timings) if arguments.preset is not None else []
     print_timings(console(), timings, baselines, reading)
-    rows = as_rows(timings, baselines)
-    write(arguments, config, timings, rows, reading)
+    rows, lines = as_rows(timings, baselines), [*reading, *verdicts(timings)]
+    write(arguments, config, [*timings, *baselines], rows, lines)
     measured = rows_over_link(arguments, argv) if arguments.link is not None else []
-    if timings[0].ranks > 1 and OVER_LINK not in os.environ:
+    if max(t.ranks for t in timings) > 1 and OVER_LINK not in os.environ:
         print_network_shares(console(), timings, arguments.link, measured)
     if measured:
         rows = [{**row, "link": "none"} for row in rows] + [{**row, "link": arguments.link} for row in measured]
-        write(arguments, config, timings, rows, reading)
+        write(arguments, config, [*timings, *baselines], rows, lines)
 
 
 def write(
@@ -166,7 +166,7 @@ def write(
     config: Config,
     timings: list[Timing],
     rows: list[dict[str, Any]],
-    reading: list[str],
+    lines: list[str],
 ) -> None:
     if arguments.csv is not None:
         columns = preset_named(arguments.preset).columns if arguments.preset is not None else {}
@@ -175,10 +175,10 @@ def write(
         plot_timings(timings, Path(arguments.plot))
     if arguments.json is not None:
         model = f"{config.model.name} of {timings[0].parameters:,} parameters"
-        title = arguments.preset or f"{model}, {timings[0].ranks} ranks"
+        title = arguments.preset or f"{model}, {ranks_of(timings)}"
         drawn = {t.label: t.timelines for t in timings}
         rows = [{**row, "timelines": drawn[row["label"]] if row.get("link") in (None, "none") else []} for row in rows]
-        result = {"rows": rows, "sentences": [*reading, *verdicts(timings)]}
+        result = {"rows": rows, "sentences": lines}
         Record("bench train", result, asdict(config), title=title).write(Path(arguments.json))
 
 
@@ -211,7 +211,7 @@ def time_cases(world: World, cases: list[Case], steps: int, warmup: int, one_by_
     how = "one by one" if one_by_one else "in turns"
     with Progress(disable=not world.is_main) as progress:
         total = len(groups) * (steps + warmup)
-        task = progress.add_task(f"{world.size} ranks, {len(cases)} cases {how}", total=total)
+        task = progress.add_task(f"{counted(world.size, 'rank')}, {len(cases)} cases {how}", total=total)
         found, peaks = [], Peaks()
         for group in groups:
             found += bench_cases(world, group, steps, warmup, lambda: progress.advance(task), peaks)

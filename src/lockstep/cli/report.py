@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.cli.arguments import parse
+from lockstep.cli.arguments import check_output, parse
 from lockstep.errors import UserError
 from lockstep.report import gather, write_report
 
@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
     out = Path(arguments.out)
     if out.is_dir() or out.suffix not in (".html", ".htm"):
         raise UserError(f"--out {out}: name a file that ends in .html")
+    check_output("--out", arguments.out)
     records = gather(places)
     written = write_report(records, out, arguments.title)
     results = f"{len(records)} result{'s' * (len(records) > 1)}"

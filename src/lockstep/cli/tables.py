@@ -25,6 +25,11 @@ def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...], last: t
     return table
 
 
+def counted(number: int, what: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def console() -> Console:
     """A terminal's own width; 120 columns where the output goes to a file or a pipe."""
     found = Console()

@@ -8,7 +8,7 @@ from rich.console import Console
 from lockstep.bench.network import GBIT_PER_S, predicted_share
 from lockstep.bench.statistics import FEWEST
 from lockstep.bench.timing import Timing, baseline_of, same_work
-from lockstep.cli.tables import new_table
+from lockstep.cli.tables import counted, new_table
 from lockstep.link import parse_link
 
 
@@ -28,15 +28,16 @@ def print_times(screen: Console, timings: list[Timing], baselines: list[Timing])
     rate = "tokens\n/s" if first.tokens_per_sample else "samples\n/s"
     how = "in turns" if first.in_turns else "one by one"
     table = new_table(
-        f"time: {work}{first.ranks} ranks, {len(first.step_s)} steps each, {how}",
+        f"time: {work}{ranks_of(timings)}, {counted(len(first.step_s), 'step')} each, {how}",
         ("strategy",),
         (
             *("step ms\nmedian", "p10 - p90\nms", f"ratio to\n{first.label}", "95%\ninterval"),
             *(rate, "TFLOP/s", "MFU\n%", "speed-up over\none process"),
         ),
     )
-    for t in [*timings, *(baselines if len(baselines) == 1 else [])]:
-        (low, high), ratio, single = t.spread_ms, t.ratio_to(first), baseline_of(t, baselines)
+    alone = [*baselines, *(t for t in timings if t.strategy == "single")]
+    for t in [*timings, *baselines]:
+        (low, high), ratio, single = t.spread_ms, t.ratio_to(first), baseline_of(t, alone)
         table.add_row(
             t.label,
             f"{t.median_ms:.2f}",
@@ -49,6 +50,11 @@ def print_times(screen: Console, timings: list[Timing], baselines: list[Timing])
             f"{single.median_ms / t.median_ms:.2f}" if single is not None else "-",
         )
     screen.print(table)
+
+
+def ranks_of(timings: list[Timing]) -> str:
+    """That were started: one process is among them."""
+    return counted(max(t.ranks for t in timings), "rank")
 
 
 def print_communication(screen: Console, timings: list[Timing]) -> None:
@@ -98,6 +104,7 @@ def print_network_shares(
     link_gbit = parse_link(link).bits_per_second / 1e9 if link is not None else 0.0
     rates = sorted({*GBIT_PER_S, *([link_gbit] if link_gbit else [])})
     found = {row["label"]: row["exposed_fraction"] for row in measured}
+    screen.print()
     table = new_table(
         "share of a step spent waiting, on networks of Gbit/s",
         ("strategy",),
@@ -147,18 +154,23 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
     per_sample = {t.parameters: t.flops_per_step / t.batch_size / 1e9 for t in timings}
     work = f"{per_sample.pop(first.parameters):.3g} GFLOP per sample"
     work += "".join(f", {flops:.3g} with {parameters:,} parameters" for parameters, flops in per_sample.items())
-    lines = [
-        f"MFU: {work} (matrix products, forward and backward) of a peak of {first.peak_flops / 1e12:.3g} TFLOP/s for "
-        f"all ranks ({first.peak_source})."
-    ]
-    if first.ranks > 1:
+    peaks = {counted(t.ranks, "rank"): t.peak_flops / 1e12 for t in [*timings, *baselines]}
+    peak = ", ".join(f"{flops:.3g} TFLOP/s for {ranks}" for ranks, flops in peaks.items())
+    lines = [f"MFU: {work} (matrix products, forward and backward) of a peak of {peak} ({first.peak_source})."]
+    idle = next((t for t in timings if t.batch_size < t.ranks), None)
+    if idle is not None:
+        samples = counted(idle.batch_size, "sample")
+        lines.append(f"{idle.label}: a global batch of {samples} leaves some of {idle.ranks} ranks without one.")
+    if any(t.ranks > 1 for t in timings):
         lines.append("exposed: the step stood waiting for it. total: some of it was on its way. hidden: the rest.")
     for t in timings:
         if t.skipped:
             lines.append(f"{t.label}: {t.skipped} of {len(t.step_s)} steps not taken: loss or gradients not finite")
     if any(not t.traffic_is_seen for t in timings):
         lines.append("-: this engine communicates in a way that cannot be watched.")
-    if baselines:
-        threads = f", with {baselines[0].threads} threads; each of the others has {first.threads}"
-        lines.append(f"one process: the whole batch on one rank{threads if first.device == 'cpu' else ''}.")
+    alone = next((t for t in [*baselines, *timings] if t.strategy == "single"), None)
+    if alone is not None:
+        ranks = max(timings, key=lambda t: t.ranks)
+        threads = f", with {counted(alone.threads, 'thread')}; each rank of the others has {ranks.threads}"
+        lines.append(f"one process: the whole batch in one{threads if first.device == 'cpu' else ''}.")
     return lines

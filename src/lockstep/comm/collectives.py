@@ -62,7 +62,7 @@ class Pending:
 
     def wait(self) -> None:
         if self._work is not None:
-            if self._entry is not None:
+            if self._entry is not None and self._entry.wait_started is None:
                 self._entry.wait_started = mark(self._clock)
             self._work.wait()
             if self._entry is not None:

@@ -100,10 +100,7 @@ class Entry:
 MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers")
 """Traffic that grows with the model."""
 
-OWN_PURPOSES = ("agreement", "norm", "count")
-"""The step's own few bytes."""
-
-STEP_PURPOSES = (*MODEL_PURPOSES, *OWN_PURPOSES)
+STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
 """What a step waits for. The loss travels too, but only whoever reads it waits."""
 
 
@@ -138,6 +135,7 @@ class Ledger:
 
     def add(self, operation: str, purpose: str, group_size: int, nbytes: int) -> Entry:
         entry = Entry(operation, purpose, group_size, nbytes, mark(self.device), _subject)
+        entry.wait_started = entry.issued if _standing_still else None
         self.entries.append(entry)
         return entry
 
@@ -158,11 +156,11 @@ class Ledger:
 
         The step's own few bytes count as far as it waits for them: that nobody waits for 16 bytes hides nothing.
         """
-        model, own = self.of(*MODEL_PURPOSES), self.of(*OWN_PURPOSES)
+        model = self.of(*MODEL_PURPOSES)
         if any(entry.over is None for entry in model):
             return None
-        on_their_way = [(e.issued, e.over) for e in model]
-        return self._union([*on_their_way, *((e.wait_started, e.waited_until) for e in own)])
+        waits = [(e.wait_started, e.waited_until) for e in self.of(*STEP_PURPOSES)]
+        return self._union([*((e.issued, e.over) for e in model), *waits])
 
     def _union(
         self, intervals: Iterable[tuple[Mark | None, Mark | None]], within: tuple[Mark, Mark] | None = None
@@ -177,6 +175,7 @@ class Ledger:
 
 _active: Ledger | None = None
 _subject = ""
+_standing_still = False
 
 
 def active_ledger() -> Ledger | None:
@@ -193,6 +192,17 @@ def about(subject: str) -> Iterator[None]:
         yield
     finally:
         _subject = before
+
+
+@contextmanager
+def standing_still() -> Iterator[None]:
+    """Nothing is left to compute: what is issued inside is waited for from then on, not from the call of `wait`."""
+    global _standing_still
+    before, _standing_still = _standing_still, True
+    try:
+        yield
+    finally:
+        _standing_still = before
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lockstep.comm.by_hand import check_algorithm
 from lockstep.comm.collectives import Group, all_gather, group_size
 from lockstep.comm.hosts import any_rank, flag_device
-from lockstep.comm.ledger import about
+from lockstep.comm.ledger import about, standing_still
 from lockstep.errors import UserError
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
 from lockstep.parallel.compression import make_reducer
@@ -149,7 +149,8 @@ class DataParallel(GradientWrapper):
             self.buckets[-1].has_late_gradients = bool(late)
         while self._launched < len(self.buckets):
             self.buckets[self._launched].place_rest()
-            self._launch_next()
+            with standing_still():  # backward is over
+                self._launch_next()
             if self.sync == "naive":
                 self.buckets[self._launched - 1].hand_over()
         if self.sync != "naive":
