@@ -124,7 +124,8 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
     elif most.ranks > slots:
         lines.append(
             f"ranks exceed cores: there are cores for {slots} rank{'s' * (slots > 1)} of {threads} "
-            f"thread{'s' * (threads > 1)}, so larger sizes take turns on them and cannot be faster than {slots} ranks"
+            f"thread{'s' * (threads > 1)}, so larger sizes take turns on them and cannot be faster than "
+            f"{slots} rank{'s' * (slots > 1)}"
         )
     if (fewest := found[0].ranks) > 1:
         lines.append(
