@@ -21,8 +21,9 @@ from lockstep.bench.network import predicted_exposed_ms, predicted_share
 from lockstep.bench.presets import PRESETS, with_known_names, with_size_that_fits
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup, points, sentences
 from lockstep.bench.statistics import estimate
+from lockstep.bench.steps import sharing
 from lockstep.bench.timing import Timing, as_rows, over_cycles
-from lockstep.bench.train import Case, bench_cases, one_process, sharing
+from lockstep.bench.train import Case, bench_cases, one_process
 from lockstep.cli import main
 from lockstep.cli.tables import write_rows
 from lockstep.cli.train_tables import verdicts

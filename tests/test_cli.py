@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import COMMANDS, main
+from lockstep.record import read_record
 
 
 def lockstep(*words: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
@@ -99,12 +100,14 @@ def test_verify_says_what_it_found() -> None:
     assert "2 of 2 passed" in done.stdout
 
 
-def test_the_demo_ticks_every_equal_strategy() -> None:
-    done = lockstep("demo", "--epochs", "1", "--device", "cpu")
+def test_the_demo_ticks_every_equal_strategy(tmp_path: Path) -> None:
+    done = lockstep("demo", "--epochs", "1", "--device", "cpu", "--run-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("✓") >= 6
     assert "✗" not in done.stdout
     assert "Try next" in done.stdout
+    rows = read_record(tmp_path / "demo.json").result["rows"]
+    assert [row["speedup"] for row in rows] == [None] * len(rows)  # its one process has a rank's cores only
 
 
 def test_torchrun_runs_the_same_command(tmp_path: Path) -> None:

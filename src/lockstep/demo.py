@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from lockstep.bench.steps import memory_of_steps, prepare_named, timed_step
 from lockstep.bench.timeline import timeline
 from lockstep.bench.timing import Timing
-from lockstep.bench.train import Case, memory_of_steps, new_timing, prepare_named, timed_step
+from lockstep.bench.train import Case, new_timing
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.hosts import hosts_meet
 from lockstep.config import CNN, Config, Train

@@ -199,15 +199,19 @@ def same_work(a: Timing, b: Timing) -> bool:
     return (a.parameters, a.batch_size, a.flops_per_step) == (b.parameters, b.batch_size, b.flops_per_step)
 
 
+def baselines_among(timings: list[Timing]) -> list[Timing]:
+    """Those of one process."""
+    return [t for t in timings if t.strategy == "single"]
+
+
 def baseline_of(timing: Timing, baselines: list[Timing]) -> Timing | None:
     """One process that does what this case does, if it was timed."""
     return next((b for b in baselines if same_work(timing, b)), None)
 
 
 def as_rows(timings: list[Timing], baselines: list[Timing]) -> list[dict[str, Any]]:
-    """Of the baselines too."""
-    single = [*baselines, *(t for t in timings if t.strategy == "single")]
-    return [as_row(t, timings[0], baseline_of(t, single)) for t in [*timings, *baselines]]
+    """`baselines`: what speed-ups refer to."""
+    return [as_row(t, timings[0], baseline_of(t, baselines)) for t in timings]
 
 
 def as_row(timing: Timing, first: Timing, single: Timing | None) -> dict[str, Any]:

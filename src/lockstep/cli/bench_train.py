@@ -11,8 +11,9 @@ from rich.progress import Progress
 
 from lockstep.bench.plot import plot_timings
 from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
-from lockstep.bench.timing import Timing, as_rows
-from lockstep.bench.train import MEMORY_STEPS, Case, Peaks, bench_cases, one_process
+from lockstep.bench.steps import MEMORY_STEPS
+from lockstep.bench.timing import Timing, as_rows, baselines_among
+from lockstep.bench.train import Case, Peaks, bench_cases, one_process
 from lockstep.cli.arguments import (
     LinkFlag,
     RunArguments,
@@ -151,14 +152,15 @@ def show(
 ) -> None:
     reading = preset_named(arguments.preset).reading(timings) if arguments.preset is not None else []
     print_timings(console(), timings, baselines, reading)
-    rows, lines = as_rows(timings, baselines), [*reading, *verdicts(timings)]
-    write(arguments, config, [*timings, *baselines], rows, lines)
+    everyone, lines = [*timings, *baselines], [*reading, *verdicts(timings)]
+    rows = as_rows(everyone, baselines_among(everyone))
+    write(arguments, config, everyone, rows, lines)
     measured = rows_over_link(arguments, argv) if arguments.link is not None else []
     if max(t.ranks for t in timings) > 1 and OVER_LINK not in os.environ:
         print_network_shares(console(), timings, arguments.link, measured)
     if measured:
         rows = [{**row, "link": "none"} for row in rows] + [{**row, "link": arguments.link} for row in measured]
-        write(arguments, config, [*timings, *baselines], rows, lines)
+        write(arguments, config, everyone, rows, lines)
 
 
 def write(

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lockstep.bench.network import GBIT_PER_S, predicted_share
 from lockstep.bench.statistics import FEWEST
-from lockstep.bench.timing import Timing, baseline_of, same_work
+from lockstep.bench.timing import Timing, baseline_of, baselines_among, same_work
 from lockstep.cli.tables import counted, new_table
 from lockstep.link import parse_link
 
@@ -35,9 +35,9 @@ def print_times(screen: Console, timings: list[Timing], baselines: list[Timing])
             *(rate, "TFLOP/s", "MFU\n%", "speed-up over\none process"),
         ),
     )
-    alone = [*baselines, *(t for t in timings if t.strategy == "single")]
-    for t in [*timings, *baselines]:
-        (low, high), ratio, single = t.spread_ms, t.ratio_to(first), baseline_of(t, alone)
+    everyone = [*timings, *baselines]
+    for t in everyone:
+        (low, high), ratio, single = t.spread_ms, t.ratio_to(first), baseline_of(t, baselines_among(everyone))
         table.add_row(
             t.label,
             f"{t.median_ms:.2f}",
@@ -168,9 +168,8 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
             lines.append(f"{t.label}: {t.skipped} of {len(t.step_s)} steps not taken: loss or gradients not finite")
     if any(not t.traffic_is_seen for t in timings):
         lines.append("-: this engine communicates in a way that cannot be watched.")
-    alone = next((t for t in [*baselines, *timings] if t.strategy == "single"), None)
-    if alone is not None:
+    if alone := baselines_among([*timings, *baselines]):
         ranks = max(timings, key=lambda t: t.ranks)
-        threads = f", with {counted(alone.threads, 'thread')}; each rank of the others has {ranks.threads}"
+        threads = f", with {counted(alone[0].threads, 'thread')}; each rank of the others has {ranks.threads}"
         lines.append(f"one process: the whole batch in one{threads if first.device == 'cpu' else ''}.")
     return lines

@@ -12,8 +12,8 @@ import torch
 from torch.profiler import record_function
 
 from lockstep.bench.profiler import profiler_for, trace_of
+from lockstep.bench.steps import full_batches, meet
 from lockstep.bench.timeline import timeline
-from lockstep.bench.train import full_batches, meet
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, check_ranges
 from lockstep.data import read_share
