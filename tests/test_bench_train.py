@@ -199,6 +199,8 @@ def time_some(world: World) -> list[Timing]:
     data = Data("synthetic", kind="regression", shape=(WIDTH,), classes=WIDTH, samples=64)
     config = Config(model=model, data=data, train=Train(batch_size=16, optimizer="adamw"))
     cases = [Case(n, n, config) for n in ("bucketed", "zero1", "zero2", "zero3", "ddp@gloo")]
+    mixed = replace(config, train=replace(config.train, precision="bf16"))
+    cases += [Case(f"{n} bf16", n, mixed) for n in ("bucketed", "zero3", "fsdp")]
     cases += [Case("one", "single", config, ranks=1, all_cores=True), Case("two", "bucketed", config, ranks=2)]
     return bench_cases(world, cases, steps=3, warmup=1)
 
@@ -219,7 +221,8 @@ def test_cases_on_ranks() -> None:
         assert (t.collectives, t.wire_mb) == (t.theory.collectives, pytest.approx(t.theory_mb)), label
         assert 0 <= t.exposed_ms <= t.median_ms
         assert [line["rank"] for line in t.timelines] == [0, 1, 2]
-    assert found["ddp@gloo"].wire_mb == pytest.approx(found["ddp@gloo"].theory_mb)
+    for label in ("ddp@gloo", "bucketed bf16", "zero3 bf16", "fsdp bf16"):
+        assert found[label].wire_mb == pytest.approx(found[label].theory_mb), label
     assert (found["one"].ranks, found["one"].wire_mb, len(found["one"].step_s)) == (1, 0.0, 3)
     assert (found["one"].threads, found["two"].threads) == (available_cores(), max(1, available_cores() // 3))
     assert len(found["two"].cores) == available_cores()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep.cli import main
 from lockstep.config import Config, Parallel, Train
 from lockstep.intervals import covered
-from lockstep.profile.diagnosis import DATA, STEP, diagnose, is_matrix_product, words
+from lockstep.profile.diagnosis import DATA, STEP, diagnose, is_matrix_product, short_name, words
 from lockstep.profile.trace import RankTrace, merged, self_times
 from lockstep.record import read_record
 
@@ -85,6 +85,27 @@ def test_on_a_gpu_its_kernels_are_the_work() -> None:
 )
 def test_matrix_products_by_their_names(name: str, is_one: bool) -> None:
     assert is_matrix_product(name) == is_one
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("aten::addmm", "aten::addmm"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"),
+        ("triton_poi_fused_" + "_to_copy" * 9, "triton_poi_fused__to_copy_to_copy_to_copy_to_co..."),
+        ("void at::native::(anonymous namespace)::Gamma<float, 32u>(long, float const*)", "Gamma"),
+        (
+            "void at::native::reduce_kernel<128, at::native::ReduceOp<at::native::sum_functor<float>::operator()()>>",
+            "reduce_kernel (sum_functor)",
+        ),
+        (
+            "void at::native::elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>",
+            "elementwise_kernel (direct_copy_kernel_cuda)",
+        ),
+    ],
+)
+def test_a_kernel_has_a_short_name(name: str, short: str) -> None:
+    assert short_name(name) == short
 
 
 def test_a_shared_gpu_works_for_the_others_too() -> None:

@@ -15,11 +15,11 @@ from lockstep.data import Batch, DataSet, DataSpec, Sampler, read_share
 from lockstep.errors import UserError
 from lockstep.models import build_model
 from lockstep.strategies import StepResult, Strategy, strategy_named
+from lockstep.strategies.step import COMPUTE_DTYPES, DTYPES
 from lockstep.strategies.theory import Theory, expected_traffic
 from lockstep.training.prepare import prepare_strategy
 from lockstep.world import World, check_backend, torch_backend
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 MEMORY_STEPS = 3
 """Steps of each case under the watch of memory, before the others: DDP regroups its buckets after the first."""
 
@@ -121,9 +121,9 @@ def named_config(config: Config, name: str) -> Config:
 
 
 def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
-    """What a step should send, where there is a closed form: whole-precision training of all parameters."""
+    """What a step should send, where there is a closed form: training of all parameters."""
     train, sharded = config.train, config.parallel.data in ("zero2", "zero3", "fsdp")
-    if train.precision not in DTYPES or config.lora.rank or train.recompute != "none":
+    if config.lora.rank or train.recompute != "none":
         return None
     if config.parallel.data in ("local_sgd", "deepspeed") or (train.accumulation > 1 and sharded):
         return None
@@ -131,4 +131,4 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
         model = build_model(config.model, spec).to(DTYPES[train.precision])
     if any(True for _ in model.buffers()):
         return None  # running statistics travel too
-    return expected_traffic(model, config.parallel, ranks)
+    return expected_traffic(model, config.parallel, ranks, COMPUTE_DTYPES.get(train.precision))

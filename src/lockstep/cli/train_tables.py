@@ -8,7 +8,7 @@ from rich.console import Console
 from lockstep.bench.network import GBIT_PER_S, predicted_share
 from lockstep.bench.statistics import FEWEST
 from lockstep.bench.timing import Timing, baseline_of, baselines_among, same_work
-from lockstep.cli.tables import counted, new_table
+from lockstep.cli.tables import counted, new_table, three_figures
 from lockstep.link import parse_link
 
 
@@ -152,10 +152,10 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
     """How to read the tables."""
     first = timings[0]
     per_sample = {t.parameters: t.flops_per_step / t.batch_size / 1e9 for t in timings}
-    work = f"{per_sample.pop(first.parameters):.3g} GFLOP per sample"
-    work += "".join(f", {flops:.3g} with {parameters:,} parameters" for parameters, flops in per_sample.items())
+    work = f"{three_figures(per_sample.pop(first.parameters))} GFLOP per sample"
+    work += "".join(f", {three_figures(flops)} with {size:,} parameters" for size, flops in per_sample.items())
     peaks = {counted(t.ranks, "rank"): t.peak_flops / 1e12 for t in [*timings, *baselines]}
-    peak = ", ".join(f"{flops:.3g} TFLOP/s for {ranks}" for ranks, flops in peaks.items())
+    peak = ", ".join(f"{three_figures(flops)} TFLOP/s for {ranks}" for ranks, flops in peaks.items())
     lines = [f"MFU: {work} (matrix products, forward and backward) of a peak of {peak} ({first.peak_source})."]
     idle = next((t for t in timings if t.batch_size < t.ranks), None)
     if idle is not None:

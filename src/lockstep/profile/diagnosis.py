@@ -15,6 +15,8 @@ MATRIX = re.compile(
 COMPILED = ("triton_poi_", "triton_per_", "triton_red_")
 """The compiler's elementwise kernels and reductions, which bear the names of all that they fuse."""
 NCCL = "nccl"
+FUNCTOR = re.compile(r"\w+_kernel_cuda|\w+_functor|\w*Functor\w*")
+"""In the template arguments of PyTorch's general kernels: what this one does."""
 FRAME = re.compile(r"Backward\d*$")
 """Autograd's nodes; what they compute with are operations of their own."""
 STEP, DATA = "step", "data loading"
@@ -106,6 +108,16 @@ def busy_spans(events: list[Event], later: float = 0.0) -> list[tuple[float, flo
 
 def is_matrix_product(name: str) -> bool:
     return not name.startswith(COMPILED) and MATRIX.search(name.lower()) is not None
+
+
+def short_name(name: str, longest: int = 50) -> str:
+    """Of a C++ kernel its own name, and what it does where that is an argument: reduce_kernel (sum_functor)."""
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    head = re.split(r"[<(]", plain, maxsplit=1)[0]
+    own = head.rpartition("::")[2] if head != plain else plain
+    functor = FUNCTOR.search(plain, len(head))
+    short = f"{own} ({functor[0]})" if functor is not None else own
+    return short if len(short) <= longest else f"{short[: longest - 3]}..."
 
 
 def is_frame(name: str) -> bool:

@@ -8,6 +8,7 @@ flags ("used on this rank"), overlap and bucketed one flag more ("came late"); P
 from dataclasses import dataclass
 from math import ceil
 
+import torch
 from torch import nn
 
 from lockstep.comm.ledger import Traffic
@@ -41,14 +42,17 @@ def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float, first_share:
     return [b for b in buckets if b]
 
 
-def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory | None:
+def expected_traffic(model: nn.Module, parallel: Parallel, n: int, compute: torch.dtype | None = None) -> Theory | None:
     """What theory says about one step of `parallel` with `n` ranks (one dtype, no buffers, every parameter used).
 
-    None: there is no closed form here for that strategy (yet).
+    `compute`: what forward and backward compute in, where it is not the parameters' dtype. Parameters gathered for it
+    travel in it; gradients travel as the parameters are, but for zero3's. None: there is no closed form here for that
+    strategy (yet).
     """
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     sizes = [s.numel() for s in shapes]
     itemsize = next(model.parameters()).element_size()
+    gathered = itemsize if compute is None else compute.itemsize
     psi, count = sum(sizes), len(sizes) + (parallel.data in ("overlap", "bucketed"))
     if n == 1:
         return Theory(0, 0.0)
@@ -63,12 +67,12 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int) -> Theory | N
         case "zero3":  # blocks: gathered for forward and backward, and reduced; the rest: gathered once, and reduced
             blocks, outside = unit_sizes(model)
             times = 3 if parallel.sharding == "FULL_SHARD" else 2
-            elements = times * sum(padded(block, itemsize, n) for block in blocks)
-            elements += 2 * sum(padded(rest, itemsize, n) for rest in outside)
+            elements = times * sum(padded(block, gathered, n) for block in blocks)
+            elements += 2 * sum(padded(rest, gathered, n) for rest in outside)
             collectives = times * len(blocks) + 2 * len(outside) + 1
-            return Theory(collectives, gather * elements * itemsize + reduce * (count + 1) * 4)
+            return Theory(collectives, gather * elements * gathered + reduce * (count + 1) * 4)
         case "fsdp":
-            return fsdp_traffic(model, parallel, n, itemsize)
+            return fsdp_traffic(model, parallel, n, itemsize, gathered)
         case "zero1_torch":  # DDP, and every parameter broadcast by its owner
             return Theory(None, (reduce + 1) * psi * itemsize)
         case "ddp":
@@ -110,16 +114,18 @@ def unit_sizes(model: nn.Module) -> tuple[list[list[int]], list[list[int]]]:
     return [[p.numel() for p in block.parameters()] for block in blocks], [outside] if outside else []
 
 
-def fsdp_traffic(model: nn.Module, parallel: Parallel, n: int, itemsize: int) -> Theory | None:
-    """FSDP2 cuts each parameter along its first dimension, and pads that."""
+def fsdp_traffic(model: nn.Module, parallel: Parallel, n: int, itemsize: int, gathered: int) -> Theory | None:
+    """FSDP2 cuts each parameter along its first dimension, and pads that. Bytes of an element: of a gradient, and of a
+    parameter on its way."""
     if parallel.sharding in ("HYBRID_SHARD", "NO_SHARD"):
         return None  # all-reduces between the copies, which FSDP2 does out of sight
     blocks = [block for _, block in blocks_of(model)]
     inside = {p for block in blocks for p in block.parameters()}
     in_blocks = sum(ceil(p.shape[0] / n) * n * p.shape[1:].numel() for p in inside)
     outside = sum(ceil(p.shape[0] / n) * n * p.shape[1:].numel() for p in model.parameters() if p not in inside)
-    times = 3 if parallel.sharding == "FULL_SHARD" else 2
-    return Theory(None, (n - 1) / n * (times * in_blocks + 2 * outside) * itemsize)
+    times = 2 if parallel.sharding == "FULL_SHARD" else 1
+    parameters, gradients = times * in_blocks + outside, in_blocks + outside
+    return Theory(None, (n - 1) / n * (parameters * gathered + gradients * itemsize))
 
 
 def padded(sizes: list[int], itemsize: int, n: int) -> int:
