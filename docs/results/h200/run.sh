@@ -40,6 +40,7 @@ train() {
     --warmup 2 --csv "$out/bench_gpt_medium.csv" --json "$out/bench_gpt_medium.json" --plot "$out/bench_gpt_medium.svg"
   say bench_gpt_small_4 lockstep bench train --share-gpu --nproc 4 $small --strategies naive bucketed ddp zero3 fsdp \
     --steps 6 --warmup 2 --csv "$out/bench_gpt_small_4.csv" --json "$out/bench_gpt_small_4.json"
+  say naive_ddp lockstep bench train --preset naive-ddp --share-gpu --nproc 2 --csv "$out/naive_ddp.csv"
 }
 
 comm() {
@@ -66,9 +67,8 @@ profile() {
 
 knobs() {
   say knobs_small python docs/results/measure_one_gpu.py small --turns 4 --steps 15
-  say knobs_adamw_small python docs/results/measure_one_gpu.py small --variants lean all --turns 8 --steps 15
   say knobs_adamw_xl python docs/results/measure_one_gpu.py xl --variants lean all --turns 4 --steps 6
-  say knobs_script_small python docs/results/measure_one_gpu.py small --variants script all --turns 8 --steps 15
+  say knobs_script_small python docs/results/measure_one_gpu.py small --variants script lean all --turns 8 --steps 15
   say knobs_script_xl python docs/results/measure_one_gpu.py xl --variants script all --turns 4 --steps 6
 }
 
