@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.errors import UserError
+from lockstep.words import counted
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -48,7 +49,7 @@ def choose_device(choice: DeviceChoice, local_rank: int, local_size: int, share_
     gpus = torch.cuda.device_count()
     if local_size > gpus and not share_gpu:
         raise UserError(
-            f"{local_size} ranks were asked for on a machine with {gpus} GPU{'s' * (gpus > 1)}; "
+            f"{local_size} ranks were asked for on a machine with {counted(gpus, 'GPU')}; "
             f"add --share-gpu to let ranks share one, or use --device cpu"
         )
     return torch.device("cuda", local_rank % gpus)

@@ -8,6 +8,7 @@ from lockstep.bench.comm import Row
 from lockstep.bench.trial import Candidate
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices, Sample, fit
+from lockstep.words import counted
 
 LINKS = (  # one direction, 1e9 B/s
     ("1 GbE", 0.125),
@@ -77,8 +78,9 @@ def curves(rows: list[Row]) -> list[Curve]:
 def sentences(curve: Curve) -> list[str]:
     peak, first = curve.peak, min(curve.rows, key=lambda r: r.p50)
     said = [
-        f"{curve.collective} by {curve.candidate.name} on {peak.ranks} ranks: peak bus bandwidth {peak.busbw:.3g} GB/s "
-        f"at {human(peak.nbytes)}; latency floor {1e6 * first.p50:.0f} us at {human(first.nbytes)}"
+        f"{curve.collective} by {curve.candidate.name} on {counted(peak.ranks, 'rank')}: peak bus bandwidth "
+        f"{peak.busbw:.3g} GB/s at {human(peak.nbytes)}; "
+        f"latency floor {1e6 * first.p50:.0f} us at {human(first.nbytes)}"
     ]
     if len(curve.rows) > 2:
         said[0] += f"; half the peak is reached at {human(curve.half_peak_bytes)}"

@@ -7,6 +7,7 @@ from lockstep.bench.comm_reading import Curve, human
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup
 from lockstep.bench.timing import Timing
 from lockstep.errors import UserError
+from lockstep.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,7 +90,7 @@ def plot_curves(curves: list[Curve], file: Path) -> None:
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     what = "collectives" if several else curves[0].collective
-    figure.suptitle(f"{what}, {curves[0].rows[0].ranks} ranks", x=0.01, ha="left")
+    figure.suptitle(f"{what}, {counted(curves[0].rows[0].ranks, 'rank')}", x=0.01, ha="left")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     _save(figure, file)
 

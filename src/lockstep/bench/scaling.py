@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lockstep.bench.timing import Timing
 from lockstep.bench.train import Case
 from lockstep.config import Config
+from lockstep.words import counted
 
 Mode = Literal["strong", "weak"]
 MODES: tuple[Mode, ...] = ("strong", "weak")
@@ -48,7 +49,7 @@ class Point:
     imbalance_ms: float
     """The step stood waiting for the slowest rank, which computed longer."""
     cores_ms: float
-    """Ranks had to share cores, or a GPU."""
+    """Ranks had to share cores, or a GPU: the others' work, as far as it did not fit into waits."""
     speedup: float
     """Samples per second over one rank's."""
 
@@ -76,6 +77,9 @@ def points(timings: list[Timing], slots: int) -> list[Point]:
         one = next(t for t in timings if t.details["mode"] == mode and t.ranks == min(u.ranks for u in timings))
         ideal = one.median_ms * (one.ranks / timing.ranks if mode == "strong" else 1.0)
         sure = timing.confidence_ms
+        communication = max(0.0, timing.exposed_ms - timing.imbalance_ms)
+        taking_turns = ideal * max(0.0, timing.ranks / slots - 1)
+        left = timing.median_ms - ideal - communication - timing.imbalance_ms
         found.append(
             Point(
                 mode=mode,
@@ -86,9 +90,9 @@ def points(timings: list[Timing], slots: int) -> list[Point]:
                 high95_ms=sure.high,
                 samples_per_s=timing.samples_per_s,
                 ideal_ms=ideal,
-                communication_ms=max(0.0, timing.exposed_ms - timing.imbalance_ms),
+                communication_ms=communication,
                 imbalance_ms=timing.imbalance_ms,
-                cores_ms=ideal * max(0.0, timing.ranks / slots - 1),
+                cores_ms=min(taking_turns, max(0.0, left)),
                 speedup=one.ranks * timing.samples_per_s / one.samples_per_s,
             )
         )
@@ -119,13 +123,12 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
     if on_gpu and most.ranks > slots:
         lines.append(
             f"ranks exceed GPUs: there {'is' if slots == 1 else 'are'} {slots}, so larger sizes take turns on "
-            f"{'it' if slots == 1 else 'them'} and cannot be faster than {slots} rank{'s' * (slots > 1)}"
+            f"{'it' if slots == 1 else 'them'} and cannot be faster than {counted(slots, 'rank')}"
         )
     elif most.ranks > slots:
         lines.append(
-            f"ranks exceed cores: there are cores for {slots} rank{'s' * (slots > 1)} of {threads} "
-            f"thread{'s' * (threads > 1)}, so larger sizes take turns on them and cannot be faster than "
-            f"{slots} rank{'s' * (slots > 1)}"
+            f"ranks exceed cores: there are cores for {counted(slots, 'rank')} of {counted(threads, 'thread')}, so "
+            f"larger sizes take turns on them and cannot be faster than {counted(slots, 'rank')}"
         )
     if (fewest := found[0].ranks) > 1:
         lines.append(

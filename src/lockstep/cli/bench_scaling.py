@@ -18,6 +18,7 @@ from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch import adopt_environment, available_cores, run_on_ranks
 from lockstep.record import Record
+from lockstep.words import counted
 
 
 @dataclass
@@ -127,7 +128,7 @@ def check_sizes(config: Config, sizes: tuple[int, ...]) -> None:
 def print_scaling(found: list[Point], first: Timing, lines: list[str]) -> None:
     screen = console()
     table = new_table(
-        f"{first.strategy}, {first.parameters:,} parameters, {len(first.step_s)} steps each, in turns",
+        f"{first.strategy}, {first.parameters:,} parameters, {counted(len(first.step_s), 'step')} each, in turns",
         ("mode",),
         (
             *("ranks", "global\nbatch", "step ms\nmedian", "95%\ninterval", "samples\n/s", "speed-up", "effi-\nciency"),

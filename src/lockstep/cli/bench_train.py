@@ -25,7 +25,7 @@ from lockstep.cli.arguments import (
     parse,
     sections,
 )
-from lockstep.cli.tables import console, counted, write_rows
+from lockstep.cli.tables import console, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
 from lockstep.config import Config
 from lockstep.errors import RankError, UserError
@@ -33,6 +33,7 @@ from lockstep.launch import adopt_environment, falls_back_to_cpu, run_on_ranks
 from lockstep.link import DEFAULT_RANKS, OVER_LINK, without_flag
 from lockstep.record import Record, read_record
 from lockstep.strategies import strategy_names
+from lockstep.words import counted
 from lockstep.world import World
 
 

@@ -12,6 +12,7 @@ from lockstep.bench.pairs import Pairs
 from lockstep.bench.trial import Sweep
 from lockstep.cli.tables import new_table
 from lockstep.record import Record
+from lockstep.words import counted
 
 
 @dataclass
@@ -33,7 +34,8 @@ def show_rows(screen: Console, rows: list[Row], sweep: Sweep, compared: bool) ->
     ratio = (f"p50 ratio\nto {rows[1].candidate.name}",) if compared else ()
     reference = rows[1].candidate if compared else first
     table = new_table(
-        f"{rows[0].collective}, {rows[0].ranks} ranks, {sweep.iterations} iterations after {sweep.warmup}",
+        f"{rows[0].collective}, {counted(rows[0].ranks, 'rank')}, "
+        f"{counted(sweep.iterations, 'iteration')} after {sweep.warmup}",
         ("by",) if several else (),
         ("size\nB", "count", "type", "redop", "time\nus", "algbw\nGB/s", "busbw\nGB/s", "#wrong"),
     )
@@ -158,4 +160,4 @@ def write_json(result: Result, file: Path) -> None:
         names, ranks = [*names, "pairs"], [*ranks, len(result.pairs.latency)]
     document = {"device": result.device, "backend": result.backend, "rows": rows, "pairs": pairs}
     what = ", ".join(names) if len(names) < 4 else f"{len(names)} collectives"
-    Record("bench comm", document, title=f"{what} on {result.backend}, {max(ranks)} ranks").write(file)
+    Record("bench comm", document, title=f"{what} on {result.backend}, {counted(max(ranks), 'rank')}").write(file)

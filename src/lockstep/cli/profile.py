@@ -13,6 +13,7 @@ from lockstep.profile import Profile, profile_steps
 from lockstep.profile.diagnosis import KINDS, short_name, words
 from lockstep.record import Record
 from lockstep.training.metrics import writing_to
+from lockstep.words import counted
 
 TRACE, RECORD = "trace.json.gz", "profile.json"
 
@@ -87,7 +88,7 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
         screen.print(line, highlight=False, soft_wrap=True)
     written = [folder / TRACE, folder / RECORD, *([snapshot] if snapshot else [])]
     result = {"diagnoses": found.diagnoses, "timelines": found.timelines, "words": lines}
-    title = f"{config.parallel.data}, {ranks} ranks"
+    title = f"{config.parallel.data}, {counted(ranks, 'rank')}"
     with writing_to(folder):
         Record("profile", result, asdict(config), title=title).write(folder / RECORD)
     screen.print(f"written: {', '.join(map(str, written))} ({found.events:,} events in the trace)", soft_wrap=True)

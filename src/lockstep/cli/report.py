@@ -6,6 +6,7 @@ from pathlib import Path
 from lockstep.cli.arguments import check_output, parse
 from lockstep.errors import UserError
 from lockstep.report import gather, write_report
+from lockstep.words import counted
 
 
 @dataclass
@@ -41,6 +42,6 @@ def main(argv: list[str]) -> int:
     check_output("--out", arguments.out)
     records = gather(places)
     written = write_report(records, out, arguments.title)
-    results = f"{len(records)} result{'s' * (len(records) > 1)}"
+    results = counted(len(records), "result")
     print(f"{out}: {results}; every table as CSV and all data as JSON are in {written[-1].parent}")
     return 0

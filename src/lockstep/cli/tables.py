@@ -25,16 +25,6 @@ def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...], last: t
     return table
 
 
-def counted(number: int, what: str) -> str:
-    """1 rank, 2 ranks."""
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def three_figures(number: float) -> str:
-    """2,480 and 0.0724, never 2.48e+03."""
-    return f"{float(f'{number:.3g}'):,.10g}"
-
-
 def console() -> Console:
     """A terminal's own width; 120 columns where the output goes to a file or a pipe."""
     found = Console()

@@ -11,6 +11,7 @@ from lockstep.launch import run_on_ranks
 from lockstep.training.checkpoint import CHECKPOINTS
 from lockstep.training.loop import TrainResult, train
 from lockstep.training.manifest import MANIFEST
+from lockstep.words import counted
 
 
 @dataclass
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     folder, source = run_folders(config, arguments.run_dir, arguments.resume)
     result: TrainResult = run_on_ranks(train, config, folder, False, source, launch=arguments.launch)[0]
     if result.is_main:
-        print(f"{result.steps} steps in {result.seconds:.1f} s; metrics and config in {folder}/")
+        print(f"{counted(result.steps, 'step')} in {result.seconds:.1f} s; metrics and config in {folder}/")
         if result.stopped:
             print(f"stopped by SIGTERM and saved; go on with --resume {folder}")
     return 0

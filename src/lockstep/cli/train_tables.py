@@ -8,8 +8,9 @@ from rich.console import Console
 from lockstep.bench.network import GBIT_PER_S, predicted_share
 from lockstep.bench.statistics import FEWEST
 from lockstep.bench.timing import Timing, baseline_of, baselines_among, same_work
-from lockstep.cli.tables import counted, new_table, three_figures
+from lockstep.cli.tables import new_table
 from lockstep.link import parse_link
+from lockstep.words import counted, three_figures
 
 
 def print_timings(screen: Console, timings: list[Timing], baselines: list[Timing], reading: list[str]) -> None:

@@ -13,6 +13,7 @@ from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
 from lockstep.strategies import strategy_names
 from lockstep.verify import Request, Verdict, verify
+from lockstep.words import counted
 
 
 @dataclass
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
 def print_verdicts(verdicts: list[Verdict], request: Request) -> None:
     screen = console()
     table = new_table(
-        f"against one process, {request.steps} steps, {request.precision}",
+        f"against one process, {counted(request.steps, 'step')}, {request.precision}",
         ("", "strategy"),
         ("ranks", "Δ loss", "Δ grad", "Δ weight", "calls\n/step", "kB sent\n/step", "kB by\ntheory"),
         ("held to",),
@@ -89,21 +90,21 @@ def print_verdicts(verdicts: list[Verdict], request: Request) -> None:
     for v in verdicts:
         compared = bool(v.comparisons)
         deltas = [f"{v.worst(f):.0e}" if compared else "-" for f in ("loss", "gradients", "weights")]
-        counted = v.counted
-        assert counted is not None
+        sent = v.counted
+        assert sent is not None
         table.add_row(
             "[green]✓[/]" if v.passed else "[red]✗[/]",
             v.strategy,
             str(v.world_size),
             *deltas,
-            str(counted.collectives) if v.traffic_is_seen else "-",
-            f"{counted.wire_bytes / 1e3:.2f}" if v.traffic_is_seen else "-",
+            str(sent.collectives) if v.traffic_is_seen else "-",
+            f"{sent.wire_bytes / 1e3:.2f}" if v.traffic_is_seen else "-",
             f"{v.expected.wire_bytes / 1e3:.2f}" if v.expected is not None else "-",
             v.law or "equality",
         )
     screen.print(table)
     for v in verdicts:
         for reason in v.failures:
-            screen.print(f"[red]✗[/] {v.strategy}, {v.world_size} ranks: {reason}")
+            screen.print(f"[red]✗[/] {v.strategy}, {counted(v.world_size, 'rank')}: {reason}")
     failed = sum(not v.passed for v in verdicts)
     screen.print(f"{len(verdicts) - failed} of {len(verdicts)} passed")

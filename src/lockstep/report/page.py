@@ -110,14 +110,20 @@ def _chart(chart: Any, charts: list[Any]) -> str:
 
 
 def _table(table: Table, file: str) -> str:
-    head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for _, h in table.columns)
     columns = [_column([row.get(key) for row in table.rows], heading) for key, heading in table.columns]
+    head = "".join(_head(heading, cells) for (_, heading), cells in zip(table.columns, columns, strict=True))
     lines = [f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True)]
     caption = f'{escape(table.caption)} <a class="file" href="{escape(file)}" download>CSV</a>'
     return (
         f'<div class="scroll"><table class="sortable"><caption>{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _head(heading: str, cells: list[str]) -> str:
+    """It stands over numbers as they do, on the right."""
+    side = ' class="number"' if cells and not any(cell.startswith("<td>") for cell in cells) else ""
+    return f'<th scope="col"{side}><button type="button">{escape(heading)}</button></th>'
 
 
 def _column(values: list[Any], heading: str) -> list[str]:

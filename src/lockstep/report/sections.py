@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.record import Record
+from lockstep.words import counted
 
 Rows = list[dict[str, Any]]
 Chart = dict[str, Any]
@@ -182,7 +183,7 @@ def _bench_scaling(made: Section, result: dict[str, Any]) -> None:
         bars(
             "Where the time of a step goes",
             "ms",
-            [f"{row['mode']}, {row['ranks']} ranks" for row in rows],
+            [f"{row['mode']}, {counted(row['ranks'], 'rank')}" for row in rows],
             [(names.get(p, p), [max(0.0, row[f"{p}_ms"]) for row in rows]) for p in parts],
         )
     )

@@ -28,6 +28,7 @@ from lockstep.training.peak import has_bf16_units, peak_flops
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.training.status import StatusBar
 from lockstep.training.stopping import stopping_at_sigterm
+from lockstep.words import counted
 from lockstep.world import World
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -203,7 +204,7 @@ class Run:
         saved = reading.load(found, self.strategy)
         check_same_course(saved, self._course(), found)
         self.steps_done = int(saved["step"])
-        ranks = "" if saved["ranks"] == self.world.size else f", saved by {saved['ranks']} ranks"
+        ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
         self.console.print(f"resumed at step {self.steps_done} from {found}{ranks}", soft_wrap=True)
 
     def _announce(self) -> None:
@@ -213,7 +214,7 @@ class Run:
         self.console.print(
             f"[bold]{config.model.name}[/] ({self.strategy.parameters:,} parameters) on "
             f"[bold]{self.dataset.name}[/] ({len(self.dataset.train):,} samples), strategy "
-            f"[bold]{config.parallel.data}{options}[/], {world.size} rank{'s' * (world.size > 1)} "
+            f"[bold]{config.parallel.data}{options}[/], {counted(world.size, 'rank')} "
             f"on {world.device.type} ({world.backend}), "
             f"global batch {config.train.batch_size}, {config.train.precision}"
         )
