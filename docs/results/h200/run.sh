@@ -1,6 +1,6 @@
 #!/bin/bash
 # Measure one GPU, which ranks share, with everything: bash docs/results/h200/run.sh OUT [part ...]
-# Parts: tests verify train comm scaling profile knobs gpt2. Without any, all of them, one after the other.
+# Parts: tests verify train comm scaling profile knobs gpt2 report. Without any, all of them, one after the other.
 set -u
 out=${1:?usage: run.sh OUT [part ...]}
 shift
@@ -79,11 +79,16 @@ gpt2() {
   done
 }
 
-[ $# -gt 0 ] || set -- tests verify train comm scaling profile knobs gpt2
+report() {
+  lockstep report "$out"/{bench_gpt_small,bench_gpt_medium,bench_gpt_small_4,scaling,comm_nccl_2,comm_nccl_4}.json \
+    --out "$out/report.html" --title "One H200, shared by 2 and 4 ranks"
+}
+
+[ $# -gt 0 ] || set -- tests verify train comm scaling profile knobs gpt2 report
 for part in "$@"; do
   case $part in
     verify | train | comm | scaling | profile) with_mps $part ;;
-    tests | knobs | gpt2) $part ;;
+    tests | knobs | gpt2 | report) $part ;;
     *) echo "there is no part $part" >&2; exit 2 ;;
   esac
 done
