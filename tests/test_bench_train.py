@@ -150,6 +150,8 @@ def test_the_losses_add_up_to_the_step() -> None:
     assert (one.cores_ms, two.cores_ms) == (0.0, 0.0)
     assert four.cores_ms == pytest.approx(25.0 - four.communication_ms - four.imbalance_ms)  # some of it while waiting
     assert found[-1].cores_ms == pytest.approx(100.0)
+    faster = [replace(t, step_s=[0.02] * 3) if t.ranks == 4 else t for t in timings]
+    assert points(faster, slots=2)[2].cores_ms == 0.0  # less than the ideal: nothing is left to be lost
     text = " ".join(sentences(found[1:2], slots=1, threads=2, on_gpu=False))
     assert "take 2 ranks, the fewest here" in text  # and they exceed the cores already
     text = " ".join(sentences(found, slots=2, threads=1, on_gpu=False))
@@ -197,13 +199,17 @@ def test_the_csv_of_naive_ddp_begins_as_others_know_it(tmp_path: Path) -> None:
 WIDTH, LAYERS = 64, 4
 
 
+MIXED = ("bucketed", "zero1", "zero2", "zero3", "zero3+SHARD_GRAD_OP", "fsdp", "fsdp+SHARD_GRAD_OP")
+
+
 def time_some(world: World) -> list[Timing]:
     model = MLP(layers=LAYERS, width=WIDTH)
     data = Data("synthetic", kind="regression", shape=(WIDTH,), classes=WIDTH, samples=64)
     config = Config(model=model, data=data, train=Train(batch_size=16, optimizer="adamw"))
     cases = [Case(n, n, config) for n in ("bucketed", "zero1", "zero2", "zero3", "ddp@gloo")]
-    mixed = replace(config, train=replace(config.train, precision="bf16"))
-    cases += [Case(f"{n} bf16", n, mixed) for n in ("bucketed", "zero3", "fsdp")]
+    gpt = GPT(d_model=20, layers=2, heads=2, context=8, vocabulary=101)  # no size that any alignment would leave alone
+    mixed = Config(gpt, Data("synthetic", samples=16), Train(batch_size=6, precision="bf16"))
+    cases += [Case(f"{n} bf16", n, mixed) for n in MIXED]
     cases += [Case("one", "single", config, ranks=1, all_cores=True), Case("two", "bucketed", config, ranks=2)]
     return bench_cases(world, cases, steps=3, warmup=1)
 
@@ -224,8 +230,11 @@ def test_cases_on_ranks() -> None:
         assert (t.collectives, t.wire_mb) == (t.theory.collectives, pytest.approx(t.theory_mb)), label
         assert 0 <= t.exposed_ms <= t.median_ms
         assert [line["rank"] for line in t.timelines] == [0, 1, 2]
-    for label in ("ddp@gloo", "bucketed bf16", "zero3 bf16", "fsdp bf16"):
-        assert found[label].wire_mb == pytest.approx(found[label].theory_mb), label
+    for label in ("ddp@gloo", *(f"{n} bf16" for n in MIXED)):
+        t = found[label]
+        assert t.wire_mb == pytest.approx(t.theory_mb), label
+        assert t.theory is not None
+        assert t.theory.collectives in (None, t.collectives), label
     assert (found["one"].ranks, found["one"].wire_mb, len(found["one"].step_s)) == (1, 0.0, 3)
     assert (found["one"].threads, found["two"].threads) == (available_cores(), max(1, available_cores() // 3))
     assert len(found["two"].cores) == available_cores()

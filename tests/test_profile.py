@@ -92,20 +92,30 @@ def test_matrix_products_by_their_names(name: str, is_one: bool) -> None:
     [
         ("aten::addmm", "aten::addmm"),
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"),
-        ("triton_poi_fused_" + "_to_copy" * 9, "triton_poi_fused__to_copy_to_copy_to_copy_to_co..."),
+        ("triton_poi_fused_" + "_to_copy" * 9, "triton_poi_fused__to_copy_to_..._to_copy_to_copy"),
+        ("aten::_scaled_dot_product_attention_for_cpu_backward", "aten::_scaled_dot_product_att...for_cpu_backward"),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)"),
         ("void at::native::(anonymous namespace)::Gamma<float, 32u>(long, float const*)", "Gamma"),
+        ("void cutlass::Kernel2<cutlass_80_gemm_bf16>(cutlass_80_gemm_bf16::Params)", "cutlass_80_gemm_bf16"),
+        ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, float, 7>(float)", "gemvx"),
         (
             "void at::native::reduce_kernel<128, at::native::ReduceOp<at::native::sum_functor<float>::operator()()>>",
             "reduce_kernel (sum_functor)",
         ),
         (
-            "void at::native::elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>",
-            "elementwise_kernel (direct_copy_kernel_cuda)",
+            "void at::native::vectorized_elementwise_kernel<at::native::BinaryFunctor<float, at::MulFunctor<float>>>",
+            "vectorized_elementwise_kernel (MulFunctor)",
         ),
     ],
 )
 def test_a_kernel_has_a_short_name(name: str, short: str) -> None:
     assert short_name(name) == short
+
+
+def test_forms_of_one_kernel_count_as_one() -> None:
+    kernels = [event(f"void copy<{form}>(int)", 100 * form, 40, "kernel") for form in (1, 2)]
+    found = diagnose(a_step(*kernels, event("other", 400, 50, "kernel")), 0.0, on_gpu=True)
+    assert found.top == [("copy", pytest.approx(8 / 13)), ("other", pytest.approx(5 / 13))]
 
 
 def test_a_shared_gpu_works_for_the_others_too() -> None:

@@ -87,6 +87,12 @@ def test_the_page_fetches_nothing_and_trusts_nothing(page: Path) -> None:
     assert "<!--" not in text
 
 
+def test_headings_stand_over_their_numbers(page: Path) -> None:
+    text = page.read_text()
+    assert '<th scope="col"><button type="button">strategy<' in text
+    assert '<th scope="col" class="number"><button type="button">step, ms (median)<' in text
+
+
 def test_every_table_is_beside_it(page: Path) -> None:
     folder = page.with_name("report_files")
     rows = list(csv.DictReader(next(folder.glob("01-*-time.csv")).open()))

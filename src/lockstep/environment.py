@@ -22,7 +22,7 @@ def environment() -> dict[str, Any]:
         "processor": processor(),
         "cores": available_cores(),
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
-        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",  # without the builder's own suffix
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

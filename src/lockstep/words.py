@@ -7,5 +7,5 @@ def counted(number: int, what: str) -> str:
 
 
 def three_figures(number: float) -> str:
-    """2,480 and 0.0724, never 2.48e+03."""
+    """2,480 and 0.0724, not 2.48e+03."""
     return f"{float(f'{number:.3g}'):,.10g}"

@@ -121,7 +121,8 @@ def named_config(config: Config, name: str) -> Config:
 
 
 def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
-    """What a step should send, where there is a closed form: training of all parameters."""
+    """What a step that is taken should send, where there is a closed form: without adapters, recomputation, running
+    statistics, or gradients that several micro-batches send."""
     train, sharded = config.train, config.parallel.data in ("zero2", "zero3", "fsdp")
     if config.lora.rank or train.recompute != "none":
         return None

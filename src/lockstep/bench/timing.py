@@ -63,6 +63,8 @@ class Timing:
         """Note one step, as this rank saw it."""
         self.step_s.append(seconds)
         self.skipped += skipped
+        if skipped:
+            self.theory = None  # it is about steps that are taken
         self.exposed_s.append(ledger.exposed_seconds())
         self.traffic.append(ledger.traffic())
         busy = ledger.busy_seconds()

@@ -23,6 +23,7 @@ from lockstep.comm.wire import Wire
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.training.peak import peak_flops
+from lockstep.words import counted
 from lockstep.world import World
 
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -172,10 +173,10 @@ def _bench(world: World, names: list[str], against: list[str], algorithms: list[
     measured = [name for name in names if name != "pairs"]
     total = len(measured) * len(sweep.sizes) + ("pairs" in names) * world.size * (world.size - 1) // 2
     with Progress(disable=not world.is_main) as bar:
-        task = bar.add_task(f"{world.size} ranks", total=total)
+        task = bar.add_task(counted(world.size, "rank"), total=total)
 
         def progress(what: str) -> None:
-            bar.update(task, description=f"{world.size} ranks: {what:<28}", advance=1)
+            bar.update(task, description=f"{counted(world.size, 'rank')}: {what:<28}", advance=1)
 
         rows = bench_comm(world, measured, backends, algorithms, sweep, progress)
         pairs = bench_pairs(world, world.backend, sweep.iterations, progress) if "pairs" in names else None

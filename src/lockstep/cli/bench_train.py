@@ -214,7 +214,7 @@ def time_cases(world: World, cases: list[Case], steps: int, warmup: int, one_by_
     how = "one by one" if one_by_one else "in turns"
     with Progress(disable=not world.is_main) as progress:
         total = len(groups) * (steps + warmup)
-        task = progress.add_task(f"{counted(world.size, 'rank')}, {len(cases)} cases {how}", total=total)
+        task = progress.add_task(f"{counted(world.size, 'rank')}, {counted(len(cases), 'case')} {how}", total=total)
         found, peaks = [], Peaks()
         for group in groups:
             found += bench_cases(world, group, steps, warmup, lambda: progress.advance(task), peaks)

@@ -10,7 +10,7 @@ from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch import run_on_ranks
 from lockstep.profile import Profile, profile_steps
-from lockstep.profile.diagnosis import KINDS, short_name, words
+from lockstep.profile.diagnosis import KINDS, words
 from lockstep.record import Record
 from lockstep.training.metrics import writing_to
 from lockstep.words import counted
@@ -83,7 +83,7 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
             f"communication: {first.comm_ms:.1f} ms of a step on its way, {first.exposed_ms:.1f} ms waited for, so "
             f"{hidden:.0%} hidden behind computation"
         )
-    operations = ", ".join(f"{short_name(name)} {share:.0%}" for name, share in first.top[:5])
+    operations = ", ".join(f"{name} {share:.0%}" for name, share in first.top[:5])
     for line in [*lines, f"longest operations: {operations}"]:
         screen.print(line, highlight=False, soft_wrap=True)
     written = [folder / TRACE, folder / RECORD, *([snapshot] if snapshot else [])]

@@ -89,7 +89,10 @@ def diagnose(
     if others is not None:
         parts["others"] = for_others
     whole = sum(parts.values()) or 1.0
-    top = sorted(times.items(), key=lambda item: -item[1])[:8]
+    by_name: dict[str, float] = {}
+    for name, t in times.items():
+        by_name[short_name(name)] = by_name.get(short_name(name), 0.0) + t
+    top = sorted(by_name.items(), key=lambda item: -item[1])[:8]
     return Diagnosis(
         shares={kind: part / whole for kind, part in parts.items()},
         step_ms=total / max(1, len(steps)) / 1e3,
@@ -110,14 +113,20 @@ def is_matrix_product(name: str) -> bool:
     return not name.startswith(COMPILED) and MATRIX.search(name.lower()) is not None
 
 
-def short_name(name: str, longest: int = 50) -> str:
+def short_name(name: str, longest: int = 48) -> str:
     """Of a C++ kernel its own name, and what it does where that is an argument: reduce_kernel (sum_functor)."""
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
-    head = re.split(r"[<(]", plain, maxsplit=1)[0]
-    own = head.rpartition("::")[2] if head != plain else plain
-    functor = FUNCTOR.search(plain, len(head))
-    short = f"{own} ({functor[0]})" if functor is not None else own
-    return short if len(short) <= longest else f"{short[: longest - 3]}..."
+    if plain.startswith("std::enable_if"):
+        plain = plain.partition("::type ")[2]
+    head, template, arguments = plain.partition("<")
+    if not template:
+        short = plain
+    elif head.startswith("cutlass::Kernel"):  # its argument has the name
+        short = re.split(r"[<>,]", arguments, maxsplit=1)[0]
+    else:
+        own, functors = head.removesuffix("::kernel").rpartition("::")[2], FUNCTOR.findall(arguments)
+        short = f"{own} ({functors[-1]})" if functors else own
+    return short if len(short) <= longest else f"{short[: longest - 19]}...{short[-16:]}"
 
 
 def is_frame(name: str) -> bool:
@@ -174,7 +183,7 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
                 (parallel.data == "zero3" and parallel.prefetch < 2, "--parallel.prefetch 2 (gathers further ahead)"),
                 (
                     parallel.data in ("zero3", "fsdp") and parallel.sharding == "FULL_SHARD",
-                    "--parallel.sharding SHARD_GRAD_OP (a third less traffic, for more memory)",
+                    "--parallel.sharding SHARD_GRAD_OP (parameters are gathered once, not twice, for more memory)",
                 ),
                 (train.accumulation == 1, "--train.accumulation 4 with 4 times the batch (one exchange for 4)"),
                 (

@@ -111,7 +111,7 @@ def _chart(chart: Any, charts: list[Any]) -> str:
 
 def _table(table: Table, file: str) -> str:
     columns = [_column([row.get(key) for row in table.rows], heading) for key, heading in table.columns]
-    head = "".join(_head(heading, cells) for (_, heading), cells in zip(table.columns, columns, strict=True))
+    head = "".join(_head(heading, [row.get(key) for row in table.rows]) for key, heading in table.columns)
     lines = [f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True)]
     caption = f'{escape(table.caption)} <a class="file" href="{escape(file)}" download>CSV</a>'
     return (
@@ -120,9 +120,9 @@ def _table(table: Table, file: str) -> str:
     )
 
 
-def _head(heading: str, cells: list[str]) -> str:
+def _head(heading: str, values: list[Any]) -> str:
     """It stands over numbers as they do, on the right."""
-    side = ' class="number"' if cells and not any(cell.startswith("<td>") for cell in cells) else ""
+    side = ' class="number"' if any(map(_is_number, values)) else ""
     return f'<th scope="col"{side}><button type="button">{escape(heading)}</button></th>'
 
 
@@ -135,11 +135,15 @@ def _column(values: list[Any], heading: str) -> list[str]:
     return [_cell(value, show) for value in values]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _cell(value: Any, show: Callable[[float], str]) -> str:
     """Numbers keep their full value for sorting, and show what a person reads."""
     if value is None or (isinstance(value, float) and not isfinite(value)):
         return '<td class="none">-</td>'
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_number(value):
         return f"<td>{escape(str(value))}</td>"
     return f'<td class="number" data-value="{value!r}">{escape(show(value))}</td>'
 

@@ -46,8 +46,9 @@ def expected_traffic(model: nn.Module, parallel: Parallel, n: int, compute: torc
     """What theory says about one step of `parallel` with `n` ranks (one dtype, no buffers, every parameter used).
 
     `compute`: what forward and backward compute in, where it is not the parameters' dtype. Parameters gathered for it
-    travel in it; gradients travel as the parameters are, but for zero3's. None: there is no closed form here for that
-    strategy (yet).
+    travel in it, and zero3's gradients; others' travel as the parameters are, or compressed.
+
+    Returns None where there is no closed form here (yet).
     """
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     sizes = [s.numel() for s in shapes]

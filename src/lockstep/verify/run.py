@@ -14,6 +14,7 @@ from lockstep.strategies.theory import Theory, expected_traffic
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
 from lockstep.verify.laws import check_law, equal_form, law_of
 from lockstep.verify.scenarios import Scenario, saver_scenarios, scenarios_for
+from lockstep.words import counted
 from lockstep.world import World
 
 BUCKET_MB = 0.01
@@ -70,9 +71,9 @@ def verify(world: World, request: Request, table: dict[str, type[Strategy]] | No
     proofs = Proofs(world, request, scenarios, table or STRATEGIES)
     verdicts = []
     with Progress(disable=not world.is_main) as progress:
-        task = progress.add_task(f"{world.size} ranks", total=len(request.strategies))
+        task = progress.add_task(counted(world.size, "rank"), total=len(request.strategies))
         for name in request.strategies:
-            progress.update(task, description=f"{world.size} ranks: {name:<18}")
+            progress.update(task, description=f"{counted(world.size, 'rank')}: {name:<18}")
             verdicts.append(proofs.of(name))
             progress.advance(task)
     return verdicts
