@@ -62,9 +62,15 @@ def test_a_verdict_needs_more_than_noise() -> None:
     first, same, slow = (timing(n, noisy(30, m, s)) for n, m, s in (("a", 1.0, 1), ("b", 1.0, 2), ("c", 1.2, 3)))
     assert "too few to tell" in verdicts([timing("a", [1.0] * 5), timing("b", [2.0] * 5)])[0]
     lines = verdicts([first, same, slow])
-    assert lines[0].startswith("c is ")
-    assert "% slower than a" in lines[0]
-    assert lines[1] == "no difference to a beyond the noise: b"
+    assert lines[0].startswith("c takes ")
+    assert "% more time than a (95% sure: " in lines[0]
+    assert lines[1] == "no difference to a beyond the noise, or of 1% or more: b"
+    cycles = [timing(n, [m] * 30, cycle=c) for n, m, c in (("a", 1.0, 1), ("b", 0.5, 8), ("c", 0.94, 5))]
+    lines = verdicts(cycles)
+    assert lines == [
+        "b meets every 8 steps: too few to tell a difference; take 48 or more",
+        "c takes 6.0% less time than a (95% sure: 6.0% to 6.0%)",
+    ]
 
 
 def test_what_is_not_the_same_work_is_not_compared() -> None:
@@ -309,7 +315,7 @@ def test_a_preset_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     words = ["bench", "train", "--preset", "hooks-vs-manual", "--steps", "2", "--warmup", "1", *TINY, *files]
     assert main(words) == 0
     said = capsys.readouterr().out
-    for expected in ("speed-up over", "by\n", "optimizer", "that naive exposes, hidden:", "predicted"):
+    for expected in ("speed-up over", "by\n", "optimizer", "ms of a step for communication; less by:", "predicted"):
         assert expected.strip() in said, expected
     record = read_record(tmp_path / "x.json")
     labels = ["naive", "overlap", "flat", "bucketed", "one process"]
@@ -319,6 +325,7 @@ def test_a_preset_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
     assert [row["label"] for row in rows] == labels
     assert float(rows[0]["ratio"]) == 1.0
+    assert 0 <= float(rows[0]["predicted_fraction_25gbit"]) <= float(rows[0]["predicted_fraction_1gbit"]) <= 1
     assert float(rows[3]["peak_mib"]) <= float(rows[0]["peak_mib"]) * 1.01
     assert "<svg" in (tmp_path / "x.svg").read_text()
 

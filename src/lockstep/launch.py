@@ -270,12 +270,14 @@ def _remove_leftovers() -> None:
 
 
 def _explain(error: ChildFailedError) -> Exception:
-    """The first failure, as a UserError if the rank raised one, else with its traceback."""
+    """The first failure: what the rank raised, if that says all there is to say, else with its traceback."""
     rank, failure = error.get_first_failure()
     text = _failure_text(failure)
     kind, _, message = text.partition(": ")
     if kind == UserError.__name__:
         return UserError(message)
+    if kind == RankError.__name__:
+        return RankError(message)
     callstack = ""
     if isinstance(failure.error_file_data, dict):
         details = failure.error_file_data.get("message", {})

@@ -76,7 +76,7 @@ def die_with_parent(parent: int) -> None:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:  # it was gone before we asked
-            sys.exit("the launcher is gone")
+            sys.exit(1)  # silently: who ended it has said why
 
 
 # ---- forks of the server ------------------------------------------------------------------------------------

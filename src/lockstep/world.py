@@ -119,12 +119,17 @@ def torch_backend(name: str) -> str:
     return "cpu:gloo,cuda:nccl" if name == "nccl" else name
 
 
-def check_backend(backend: str, device: torch.device, flag: str = "--backend") -> None:
+def check_known(backend: str, flag: str = "--backend") -> None:
+    """Before any rank runs: whether there is such a backend."""
     available = {b for b in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{b}_available")()}
     if hasattr(dist.Backend, "SHM"):
         available.add("shm")
     if backend not in available:
         raise UserError(f"{flag} {backend} is not available here; this torch has {', '.join(sorted(available))}")
+
+
+def check_backend(backend: str, device: torch.device, flag: str = "--backend") -> None:
+    check_known(backend, flag)
     if backend == "shm" and device.type == "cuda":
         raise UserError(f"{flag} shm moves CPU tensors, and these ranks run on GPUs; use nccl")
     if backend == "nccl" and device.type == "cpu":

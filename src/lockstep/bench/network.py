@@ -35,6 +35,11 @@ def network_ms(timing: Timing, gbit_per_s: float) -> float:
     return afterwards + max(left, beside / max(1.0, timing.collectives))
 
 
+def predicted_shares(timing: Timing) -> dict[str, float]:
+    """By the names of their columns."""
+    return {f"predicted_fraction_{rate:g}gbit": predicted_share(timing, rate) for rate in GBIT_PER_S}
+
+
 def predicted_share(timing: Timing, gbit_per_s: float) -> float:
     exposed = predicted_exposed_ms(timing, gbit_per_s)
     return exposed / (timing.compute_ms + exposed) if exposed else 0.0

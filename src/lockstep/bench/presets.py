@@ -109,8 +109,10 @@ def share_by_size(timings: list[Timing]) -> list[str]:
 
 def best_bucket(timings: list[Timing]) -> list[str]:
     best = min(timings, key=lambda t: t.median_ms)
+    alike = [t.label for t in timings if t is best or not t.ratio_to(best).differs_from_one]
     sizes = [f"{t.label} {t.median_ms:.1f} ms" for t in timings]
-    return [f"fastest here: {best.label} ({'; '.join(sizes)})"]
+    noise = ", alike within the noise" if len(alike) > 1 else ""
+    return [f"fastest here: {', '.join(alike)}{noise} ({'; '.join(sizes)})"]
 
 
 def cost_per_sample(timings: list[Timing]) -> list[str]:
@@ -118,13 +120,13 @@ def cost_per_sample(timings: list[Timing]) -> list[str]:
     return [f"exposed communication per sample: {', '.join(costs)}"]
 
 
-def hidden_by(timings: list[Timing]) -> list[str]:
+def waits_less(timings: list[Timing]) -> list[str]:
     """Against the first, which waits for everything."""
     first = timings[0]
     if not first.exposed_ms:
         return []
-    hidden = [f"{t.label} {1 - t.exposed_ms / first.exposed_ms:.0%}" for t in timings[1:]]
-    return [f"of the {first.exposed_ms:.1f} ms that {first.label} exposes, hidden: {', '.join(hidden)}"]
+    less = [f"{t.label} {1 - t.exposed_ms / first.exposed_ms:.0%}" for t in timings[1:]]
+    return [f"{first.label} waits {first.exposed_ms:.1f} ms of a step for communication; less by: {', '.join(less)}"]
 
 
 def images(model: CNN | ResNet, batch: int) -> Config:
@@ -170,14 +172,14 @@ PRESETS = {
         "all-reduces that hooks launch during backward, against a loop after it",
         text(GPT_25M, 4),
         by_strategy("naive", "overlap", "flat", "bucketed"),
-        reading=hidden_by,
+        reading=waits_less,
     ),
     "overlap": Preset(
         "how much of the communication each strategy hides behind backward",
         text(GPT_25M, 8),
         by_strategy("naive", "flat", "overlap", "bucketed", "ddp"),
         steps=12,
-        reading=hidden_by,
+        reading=waits_less,
     ),
     "accumulation": Preset(
         "how micro-batches spread the cost of communication",

@@ -77,9 +77,10 @@ def points(timings: list[Timing], slots: int) -> list[Point]:
         one = next(t for t in timings if t.details["mode"] == mode and t.ranks == min(u.ranks for u in timings))
         ideal = one.median_ms * (one.ranks / timing.ranks if mode == "strong" else 1.0)
         sure = timing.confidence_ms
-        communication = max(0.0, timing.exposed_ms - timing.imbalance_ms)
+        imbalance = 0.0 if timing is one else timing.imbalance_ms  # what the others refer to has lost nothing
+        communication = 0.0 if timing is one else max(0.0, timing.exposed_ms - imbalance)
         taking_turns = ideal * max(0.0, timing.ranks / slots - 1)
-        left = timing.median_ms - ideal - communication - timing.imbalance_ms
+        left = timing.median_ms - ideal - communication - imbalance
         found.append(
             Point(
                 mode=mode,
@@ -91,7 +92,7 @@ def points(timings: list[Timing], slots: int) -> list[Point]:
                 samples_per_s=timing.samples_per_s,
                 ideal_ms=ideal,
                 communication_ms=communication,
-                imbalance_ms=timing.imbalance_ms,
+                imbalance_ms=imbalance,
                 cores_ms=min(taking_turns, max(0.0, left)),
                 speedup=one.ranks * timing.samples_per_s / one.samples_per_s,
             )
@@ -138,14 +139,15 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
     idle = [p for p in found if p.batch_size < p.ranks]
     if idle:
         lines.append(
-            f"a global batch of {idle[0].batch_size} leaves some of {idle[-1].ranks} ranks without a sample, and they "
-            f"wait; give a larger --train.batch-size"
+            f"a global batch of {idle[0].batch_size} leaves some of {idle[-1].ranks} ranks without a sample: they "
+            f"compute filler, which does not count; give a larger --train.batch-size"
         )
     strong = [p for p in found if p.mode == "strong"]
     fair = [p for p in strong if p.ranks <= slots]
     serial = amdahl_fit(fair)
     if serial is not None:
         limit = f"never more than {1 / serial:.1f} times one rank" if serial > 0.001 else "no limit in sight"
+        limit = "more ranks gain nothing" if serial > 0.999 else limit
         lines.append(
             f"Amdahl's law, fitted to {', '.join(str(p.ranks) for p in fair)} ranks: {serial:.1%} of a step does not "
             f"scale; {limit}"
@@ -157,7 +159,7 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
             "communication": last.communication_ms,
             "load imbalance": last.imbalance_ms,
             "shared GPUs" if on_gpu else "shared cores": last.cores_ms,
-            "other": last.other_ms,
+            "other (memory bandwidth, what every rank does alike, smaller matrices)": last.other_ms,
         }
         worst = max(losses, key=lambda cause: losses[cause])
         if last is not mine[0] and losses[worst] > 0:

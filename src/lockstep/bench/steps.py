@@ -36,7 +36,7 @@ def part_of(world: World, ranks: int | None = None, backend: str = "") -> World 
     if world.size == 1 or (ranks == world.size and same_backend):
         return world
     chosen = backend or world.backend
-    check_backend(chosen, world.device, "--strategies @")
+    check_backend(chosen, world.device, "--strategies with @")
     group = dist.new_group(list(range(ranks)), backend=torch_backend(chosen))
     if world.rank >= ranks:
         return None

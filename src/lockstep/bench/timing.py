@@ -54,6 +54,8 @@ class Timing:
     """With the others, round by round; else their times cannot be paired."""
     traffic_is_seen: bool = True
     """False where an engine sends out of our sight."""
+    cycle: int = 1
+    """Steps after which all has happened that happens in some steps only; each counts as the mean of its cycle."""
     skipped: int = 0
     """Steps whose loss or gradients were not finite."""
     timelines: list[dict[str, Any]] = field(default_factory=list)
@@ -86,13 +88,14 @@ class Timing:
     @property
     def confidence_ms(self) -> Estimate:
         """The median with its 95% interval."""
-        return estimate([1e3 * s for s in self.step_s])
+        return estimate(once_per_cycle([1e3 * s for s in self.step_s], self.cycle))
 
     def ratio_to(self, other: "Timing") -> Estimate:
         """Median over the rounds of this step's time over the other's in the same round."""
         if not self.in_turns:
             return Estimate(median(self.step_s) / median(other.step_s))
-        return estimate([mine / theirs for mine, theirs in zip(self.step_s, other.step_s, strict=True)])
+        ratios = [mine / theirs for mine, theirs in zip(self.step_s, other.step_s, strict=True)]
+        return estimate(once_per_cycle(ratios, max(self.cycle, other.cycle)))
 
     @property
     def samples_per_s(self) -> float:
@@ -164,6 +167,7 @@ def merge_ranks(everyone: list[Timing], cycle: int = 1) -> Timing:
     `cycle`: only every so many-th step communicates; then each step counts as the mean of its cycle.
     """
     merged = everyone[0]
+    merged.cycle = cycle
     compute = [[s - e for s, e in zip(t.step_s, t.exposed_s, strict=True)] for t in everyone]
     merged.imbalance_s = [max(step) - mean(step) for step in zip(*compute, strict=True)]
     merged.step_s = [max(times) for times in zip(*(t.step_s for t in everyone), strict=True)]
@@ -184,6 +188,11 @@ def over_cycles(values: list[float], cycle: int) -> list[float]:
     starts = list(range(0, max(1, len(values) - cycle + 1), cycle))
     ends = [*starts[1:], len(values)]
     return [mean(values[a:b]) for a, b in zip(starts, ends, strict=True) for _ in range(a, b)]
+
+
+def once_per_cycle(values: list[float], cycle: int) -> list[float]:
+    """The mean of each cycle, once: that many values are independent."""
+    return over_cycles(values, cycle)[: cycle * max(1, len(values) // cycle) : cycle]
 
 
 COLUMNS = (
@@ -224,7 +233,8 @@ def as_row(timing: Timing, first: Timing, single: Timing | None) -> dict[str, An
     values = [
         *(timing.label, timing.strategy, timing.ranks, timing.parameters, timing.batch_size),
         *(sure.value, low, high, sure.low, sure.high, ratio.value, ratio.low, ratio.high),
-        *(timing.samples_per_s, timing.tokens_per_s, timing.flops_per_s / 1e12, timing.mfu, timing.peak_flops / 1e12),
+        *(timing.samples_per_s, timing.tokens_per_s if timing.tokens_per_sample else None),
+        *(timing.flops_per_s / 1e12, timing.mfu, timing.peak_flops / 1e12),
         single.median_ms / timing.median_ms if single is not None else nan,
         *(timing.compute_ms, timing.exposed_ms, timing.exposed_share),
         *(timing.comm_ms, timing.hidden_share, timing.imbalance_ms),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from lockstep.bench.network import predicted_shares
 from lockstep.bench.plot import plot_timings
 from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
 from lockstep.bench.steps import MEMORY_STEPS
@@ -33,8 +34,9 @@ from lockstep.launch import adopt_environment, falls_back_to_cpu, run_on_ranks
 from lockstep.link import DEFAULT_RANKS, OVER_LINK, without_flag
 from lockstep.record import Record, read_record
 from lockstep.strategies import strategy_names
+from lockstep.training.peak import slow_bf16
 from lockstep.words import counted
-from lockstep.world import World
+from lockstep.world import World, check_known
 
 
 @dataclass
@@ -152,12 +154,16 @@ def show(
     arguments: BenchTrainArguments, config: Config, timings: list[Timing], baselines: list[Timing], argv: list[str]
 ) -> None:
     reading = preset_named(arguments.preset).reading(timings) if arguments.preset is not None else []
+    reading += slow_bf16(timings[0].device, config.train.precision)
     print_timings(console(), timings, baselines, reading)
     everyone, lines = [*timings, *baselines], [*reading, *verdicts(timings)]
     rows = as_rows(everyone, baselines_among(everyone))
+    networks = max(t.ranks for t in timings) > 1 and OVER_LINK not in os.environ
+    if networks:
+        rows = [{**row, **predicted_shares(t)} if t.ranks > 1 else row for row, t in zip(rows, everyone, strict=True)]
     write(arguments, config, everyone, rows, lines)
     measured = rows_over_link(arguments, argv) if arguments.link is not None else []
-    if max(t.ranks for t in timings) > 1 and OVER_LINK not in os.environ:
+    if networks:
         print_network_shares(console(), timings, arguments.link, measured)
     if measured:
         rows = [{**row, "link": "none"} for row in rows] + [{**row, "link": arguments.link} for row in measured]
@@ -178,7 +184,8 @@ def write(
         plot_timings(timings, Path(arguments.plot))
     if arguments.json is not None:
         model = f"{config.model.name} of {timings[0].parameters:,} parameters"
-        title = arguments.preset or f"{model}, {ranks_of(timings)}"
+        batch = f"{config.train.precision}, batch {config.train.batch_size}"
+        title = f"{arguments.preset or f'{model}, {batch}'}, {ranks_of(timings)}"
         drawn = {t.label: t.timelines for t in timings}
         rows = [{**row, "timelines": drawn[row["label"]] if row.get("link") in (None, "none") else []} for row in rows]
         result = {"rows": rows, "sentences": lines}
@@ -204,6 +211,8 @@ def known_names(wanted: tuple[str, ...]) -> list[str]:
     names = []
     for word in wanted:
         strategy, at, backend = word.partition("@")
+        if at:
+            check_known(backend, f"--strategies {word}: the backend")
         names += [f"{name}{at}{backend}" for name in strategy_names([strategy])]
     return list(dict.fromkeys(names))
 

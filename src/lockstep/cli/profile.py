@@ -84,7 +84,7 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
             f"{hidden:.0%} hidden behind computation"
         )
     operations = ", ".join(f"{name} {share:.0%}" for name, share in first.top[:5])
-    for line in [*lines, f"longest operations: {operations}"]:
+    for line in [*lines, f"longest operations, of the time in all of them: {operations}"]:
         screen.print(line, highlight=False, soft_wrap=True)
     written = [folder / TRACE, folder / RECORD, *([snapshot] if snapshot else [])]
     result = {"diagnoses": found.diagnoses, "timelines": found.timelines, "words": lines}

@@ -17,7 +17,7 @@ def print_timings(screen: Console, timings: list[Timing], baselines: list[Timing
     print_times(screen, timings, baselines)
     if any(t.ranks > 1 for t in timings):
         print_communication(screen, timings)
-    print_memory(screen, timings)
+    print_memory(screen, [*timings, *baselines])
     for line in [*reading, *verdicts(timings), *notes(timings, baselines)]:
         screen.print(line, highlight=False, soft_wrap=True)
 
@@ -77,7 +77,7 @@ def print_communication(screen: Console, timings: list[Timing]) -> None:
             _or_dash(t.comm_ms, ".2f"),
             _or_dash(100 * t.comm_ms / t.median_ms, ".0f"),
             _or_dash(100 * t.hidden_share, ".0f"),
-            _or_dash(t.collectives, ".1f"),
+            _or_dash(t.collectives, ".1f").removesuffix(".0"),
             "-" if calls is None else str(calls),
             _or_dash(t.wire_mb, ".3f"),
             _or_dash(t.theory_mb, ".3f"),
@@ -125,28 +125,35 @@ def _or_dash(value: float, form: str) -> str:
 
 
 def verdicts(timings: list[Timing]) -> list[str]:
-    """What differs from the first beyond the noise; the rest in one line."""
+    """What differs from the first beyond the noise, and by 1% or more; the rest in one line."""
     first, lines, alike = timings[0], [], []
     if not first.in_turns:
-        return []
+        return ["one by one, not in turns: how much of a difference is noise is not known"]
     if len(first.step_s) < FEWEST:
         return [f"{len(first.step_s)} steps are too few to tell a difference from noise; take {FEWEST} or more"]
     for t in timings[1:]:
         if not same_work(t, first):
             continue
         ratio = t.ratio_to(first)
+        if not ratio.is_sure:
+            fewest = FEWEST * max(t.cycle, first.cycle)
+            lines.append(f"{t.label} meets every {t.cycle} steps: too few to tell a difference; take {fewest} or more")
+            continue
         if not ratio.differs_from_one:
             alike.append(t.label)
             continue
         ends = sorted((abs(1 - ratio.low), abs(1 - ratio.high)))
-        word = "faster" if ratio.value < 1 else "slower"
         lines.append(
-            f"{t.label} is {100 * abs(1 - ratio.value):.0f}% {word} than {first.label} "
-            f"(95% sure: {100 * ends[0]:.0f} to {100 * ends[1]:.0f}%)"
+            f"{t.label} takes {_percent(abs(1 - ratio.value))} {'less' if ratio.value < 1 else 'more'} time than "
+            f"{first.label} (95% sure: {_percent(ends[0])} to {_percent(ends[1])})"
         )
     if alike:
-        lines.append(f"no difference to {first.label} beyond the noise: {', '.join(alike)}")
+        lines.append(f"no difference to {first.label} beyond the noise, or of 1% or more: {', '.join(alike)}")
     return lines
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%" if share < 0.1 else f"{100 * share:.0f}%"
 
 
 def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
@@ -161,7 +168,10 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
     idle = next((t for t in timings if t.batch_size < t.ranks), None)
     if idle is not None:
         samples = counted(idle.batch_size, "sample")
-        lines.append(f"{idle.label}: a global batch of {samples} leaves some of {idle.ranks} ranks without one.")
+        lines.append(
+            f"a global batch of {samples} leaves some of {idle.ranks} ranks without one: they compute filler, which "
+            f"does not count; give a larger --train.batch-size."
+        )
     if any(t.ranks > 1 for t in timings):
         lines.append("exposed: the step stood waiting for it. total: some of it was on its way. hidden: the rest.")
     for t in timings:

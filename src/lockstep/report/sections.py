@@ -74,6 +74,9 @@ COMMUNICATION_COLUMNS = [
     ("theory_collectives", "by theory"),
     ("wire_mb", "MB sent/step"),
     ("theory_mb", "MB by theory"),
+    ("predicted_fraction_1gbit", "waiting at 1 Gbit/s, predicted share"),
+    ("predicted_fraction_10gbit", "at 10 Gbit/s, predicted share"),
+    ("predicted_fraction_25gbit", "at 25 Gbit/s, predicted share"),
 ]
 MEMORY_COLUMNS = [
     ("label", "strategy"),
@@ -162,6 +165,7 @@ def _bench_scaling(made: Section, result: dict[str, Any]) -> None:
     rows: Rows = result["points"]
     columns = [
         *(("mode", "mode"), ("ranks", "ranks"), ("batch_size", "global batch"), ("step_ms", "step, ms")),
+        *(("low95_ms", "95% from"), ("high95_ms", "95% to")),
         *(("samples_per_s", "samples/s"), ("speedup", "speed-up"), ("efficiency", "efficiency")),
         *(("ideal_ms", "ideal, ms"), ("communication_ms", "communication, ms"), ("imbalance_ms", "imbalance, ms")),
         *(("cores_ms", "shared cores or GPUs, ms"), ("other_ms", "other, ms")),

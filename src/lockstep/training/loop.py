@@ -24,7 +24,7 @@ from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
 from lockstep.training.manifest import MANIFEST
 from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
 from lockstep.training.optimizer import learning_rate
-from lockstep.training.peak import has_bf16_units, peak_flops
+from lockstep.training.peak import peak_flops, slow_bf16
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.training.status import StatusBar
 from lockstep.training.stopping import stopping_at_sigterm
@@ -218,8 +218,8 @@ class Run:
             f"on {world.device.type} ({world.backend}), "
             f"global batch {config.train.batch_size}, {config.train.precision}"
         )
-        if world.device.type == "cpu" and config.train.precision == "bf16" and not has_bf16_units():
-            self.console.print("[yellow]this CPU has no units for bf16: it will be slower than fp32 here[/]")
+        for line in slow_bf16(world.device.type, config.train.precision):
+            self.console.print(f"[yellow]{line}[/]")
         if self.is_gpt:
             peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
             self.console.print(f"MFU: matrix products of the model, of a peak of {peak}")

@@ -52,6 +52,13 @@ def measured_peak(world: World, size: int = 1024, windows: int = 4, seconds: flo
     return max(mean(window) for window in zip(*everyone, strict=True))
 
 
+def slow_bf16(device: str, precision: str) -> list[str]:
+    """A line about it, where there is something to say."""
+    if device != "cpu" or precision != "bf16" or has_bf16_units():
+        return []
+    return ["this CPU has no units for bf16: it is much slower than fp32 here"]
+
+
 def has_bf16_units() -> bool:
     """Whether oneDNN, which multiplies matrices on CPUs, does so in bf16 on this one."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
