@@ -130,7 +130,7 @@ class Run:
         """Steps that have been issued and not been looked at."""
         self.ahead = steps_ahead(world.device) if strategy.loss_scale is None else 0  # fp16's host waits in any case
         """How many there may be."""
-        self.status = ""
+        self.status, self.status_step = "", 0
         self.bar = StatusBar(self.total_steps, self.console, quiet)
         self.losses: list[float] = []
         self.is_gpt = isinstance(config.model, GPT)
@@ -257,7 +257,7 @@ class Run:
             self.stopped = self.stopped or step.result.stop
             self._window_samples += step.samples
             if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
-                self.status = self._log(step)
+                self.status, self.status_step = self._log(step), step.number
 
     def _log(self, step: Issued) -> str:
         """Write one record; return its short form for the progress bar. Every rank reads the loss: it is a sum."""
@@ -266,7 +266,7 @@ class Run:
         # By the device's clock: the host looks at a step later, and not always equally late.
         samples_per_second = self._window_samples / seconds_between(self._window_start, step.end)
         self._window_start, self._window_samples = step.end, 0
-        values: dict[str, Any] = {"epoch": step.epoch, "loss": loss, "lr": step.lr}
+        values: dict[str, Any] = {"epoch": step.epoch + 1, "loss": loss, "lr": step.lr}
         words = [f"loss {loss:.4f}"]
         if self.dataset.spec.kind != "regression":
             values["accuracy"] = accuracy
@@ -318,7 +318,7 @@ class Run:
             words += f", accuracy {accuracy:.2%}"
         self.metrics.write("test", self.steps_done, values)
         if self.status and not self.console.is_terminal:
-            self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  train {self.status}")
+            self.console.print(f"epoch {epoch:>3}  step {self.status_step:>6}  train {self.status}")
         self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  test {words}")
         self._window_start, self._window_samples = mark(self.world.device), 0
         return loss, accuracy
