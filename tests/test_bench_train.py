@@ -64,7 +64,7 @@ def test_a_verdict_needs_more_than_noise() -> None:
     lines = verdicts([first, same, slow])
     assert lines[0].startswith("c takes ")
     assert "% more time than a (95% sure: " in lines[0]
-    assert lines[1] == "no difference to a beyond the noise, or of 1% or more: b"
+    assert lines[1] == "as fast as a, within the noise or 1%: b"
     cycles = [timing(n, [m] * 30, cycle=c) for n, m, c in (("a", 1.0, 1), ("b", 0.5, 8), ("c", 0.94, 5))]
     lines = verdicts(cycles)
     assert lines == [

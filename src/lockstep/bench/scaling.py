@@ -147,7 +147,8 @@ def sentences(found: list[Point], slots: int, threads: int, on_gpu: bool) -> lis
     serial = amdahl_fit(fair)
     if serial is not None:
         limit = f"never more than {1 / serial:.1f} times one rank" if serial > 0.001 else "no limit in sight"
-        limit = "more ranks gain nothing" if serial > 0.999 else limit
+        if serial > 0.999:
+            limit = "more ranks gain nothing"
         lines.append(
             f"Amdahl's law, fitted to {', '.join(str(p.ranks) for p in fair)} ranks: {serial:.1%} of a step does not "
             f"scale; {limit}"

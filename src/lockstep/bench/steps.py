@@ -36,7 +36,7 @@ def part_of(world: World, ranks: int | None = None, backend: str = "") -> World 
     if world.size == 1 or (ranks == world.size and same_backend):
         return world
     chosen = backend or world.backend
-    check_backend(chosen, world.device, "--strategies with @")
+    check_backend(chosen, world.device, "--strategies: the backend")
     group = dist.new_group(list(range(ranks)), backend=torch_backend(chosen))
     if world.rank >= ranks:
         return None
@@ -121,8 +121,10 @@ def named_config(config: Config, name: str) -> Config:
 
 
 def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
-    """What a step that is taken should send, where there is a closed form: without adapters, recomputation, running
-    statistics, or gradients that several micro-batches send."""
+    """What a step that is taken should send, where there is a closed form.
+
+    There is none with adapters, recomputation, running statistics, or gradients that several micro-batches send.
+    """
     train, sharded = config.train, config.parallel.data in ("zero2", "zero3", "fsdp")
     if config.lora.rank or train.recompute != "none":
         return None

@@ -154,9 +154,9 @@ def show(
     arguments: BenchTrainArguments, config: Config, timings: list[Timing], baselines: list[Timing], argv: list[str]
 ) -> None:
     reading = preset_named(arguments.preset).reading(timings) if arguments.preset is not None else []
-    reading += slow_bf16(timings[0].device, config.train.precision)
-    print_timings(console(), timings, baselines, reading)
-    everyone, lines = [*timings, *baselines], [*reading, *verdicts(timings)]
+    lines = [*reading, *slow_bf16(timings[0].device, config.train.precision), *verdicts(timings)]
+    print_timings(console(), timings, baselines, lines)
+    everyone = [*timings, *baselines]
     rows = as_rows(everyone, baselines_among(everyone))
     networks = max(t.ranks for t in timings) > 1 and OVER_LINK not in os.environ
     if networks:

@@ -13,12 +13,13 @@ from lockstep.link import parse_link
 from lockstep.words import counted, three_figures
 
 
-def print_timings(screen: Console, timings: list[Timing], baselines: list[Timing], reading: list[str]) -> None:
+def print_timings(screen: Console, timings: list[Timing], baselines: list[Timing], lines: list[str]) -> None:
+    """`lines`: what can be said of them; how to read the tables comes after it."""
     print_times(screen, timings, baselines)
     if any(t.ranks > 1 for t in timings):
         print_communication(screen, timings)
     print_memory(screen, [*timings, *baselines])
-    for line in [*reading, *verdicts(timings), *notes(timings, baselines)]:
+    for line in [*lines, *notes(timings, baselines)]:
         screen.print(line, highlight=False, soft_wrap=True)
 
 
@@ -148,7 +149,7 @@ def verdicts(timings: list[Timing]) -> list[str]:
             f"{first.label} (95% sure: {_percent(ends[0])} to {_percent(ends[1])})"
         )
     if alike:
-        lines.append(f"no difference to {first.label} beyond the noise, or of 1% or more: {', '.join(alike)}")
+        lines.append(f"as fast as {first.label}, within the noise or 1%: {', '.join(alike)}")
     return lines
 
 

@@ -1,6 +1,7 @@
 """What a run is bound by, in words: where the time of its steps went, and which flag to try next."""
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,9 +90,9 @@ def diagnose(
     if others is not None:
         parts["others"] = for_others
     whole = sum(parts.values()) or 1.0
-    by_name: dict[str, float] = {}
+    by_name: defaultdict[str, float] = defaultdict(float)
     for name, t in times.items():
-        by_name[short_name(name)] = by_name.get(short_name(name), 0.0) + t
+        by_name[short_name(name)] += t
     top = sorted(by_name.items(), key=lambda item: -item[1])[:8]
     return Diagnosis(
         shares={kind: part / whole for kind, part in parts.items()},

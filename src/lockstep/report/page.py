@@ -110,9 +110,10 @@ def _chart(chart: Any, charts: list[Any]) -> str:
 
 
 def _table(table: Table, file: str) -> str:
-    columns = [_column([row.get(key) for row in table.rows], heading) for key, heading in table.columns]
-    head = "".join(_head(heading, [row.get(key) for row in table.rows]) for key, heading in table.columns)
-    lines = [f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True)]
+    columns = [(heading, [row.get(key) for row in table.rows]) for key, heading in table.columns]
+    head = "".join(_head(heading, values) for heading, values in columns)
+    cells = zip(*(_column(values, heading) for heading, values in columns), strict=True)
+    lines = [f"<tr>{''.join(row)}</tr>" for row in cells]
     caption = f'{escape(table.caption)} <a class="file" href="{escape(file)}" download>CSV</a>'
     return (
         f'<div class="scroll"><table class="sortable"><caption>{caption}</caption>'

@@ -116,8 +116,10 @@ def unit_sizes(model: nn.Module) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def fsdp_traffic(model: nn.Module, parallel: Parallel, n: int, itemsize: int, gathered: int) -> Theory | None:
-    """FSDP2 cuts each parameter along its first dimension, and pads that. Bytes of an element: of a gradient, and of a
-    parameter on its way."""
+    """FSDP2 cuts each parameter along its first dimension, and pads that.
+
+    `itemsize`, `gathered`: bytes of an element of a gradient, and of a parameter on its way.
+    """
     if parallel.sharding in ("HYBRID_SHARD", "NO_SHARD"):
         return None  # all-reduces between the copies, which FSDP2 does out of sight
     blocks = [block for _, block in blocks_of(model)]
