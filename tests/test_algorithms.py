@@ -25,7 +25,7 @@ from lockstep.comm.by_hand import ALGORITHM_NAMES, all_reduce_over
 from lockstep.comm.cost import Prices, Sample, choose, cost, fit
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.comm.wire import Wire
-from lockstep.world import World
+from lockstep.layout.world import World
 from tests.ranks import on_ranks
 
 LENGTHS = (0, 1, 2, 5, 1000, 2 * PIECE_BYTES // 4 + 3)

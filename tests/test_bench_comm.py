@@ -15,7 +15,7 @@ from lockstep.bench.trial import COLLECTIVES, Candidate, Sweep, Trial
 from lockstep.cli import main
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices
-from lockstep.world import World
+from lockstep.layout.world import World
 from tests.ranks import on_ranks
 
 

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 from lockstep.bench import presets
 from lockstep.bench.apart import Apart
 from lockstep.bench.network import predicted_exposed_ms, predicted_share
+from lockstep.bench.parts import sharing
 from lockstep.bench.presets import PRESETS, with_known_names, with_size_that_fits
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup, points, sentences
-from lockstep.bench.statistics import estimate
-from lockstep.bench.steps import sharing
-from lockstep.bench.timing import Timing, as_rows, over_cycles
 from lockstep.bench.train import Case, bench_cases, one_process
 from lockstep.cli import main
 from lockstep.cli.tables import write_rows
@@ -30,10 +28,14 @@ from lockstep.cli.train_tables import verdicts
 from lockstep.comm.ledger import Entry, Ledger, Traffic, standing_still
 from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges
 from lockstep.errors import RankError, UserError
-from lockstep.launch import Launch, available_cores, own_cores, run_on_ranks
-from lockstep.record import read_record
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.launch.cores import available_cores, own_cores
+from lockstep.layout.group import Group
+from lockstep.layout.world import World
+from lockstep.measure.statistics import estimate
+from lockstep.measure.timing import Timing, as_rows, over_cycles
+from lockstep.results.record import read_record
 from lockstep.strategies import strategy_named
-from lockstep.world import World
 from tests.ranks import on_ranks
 
 # ---- statistics ----------------------------------------------------------------------------------------------------
@@ -91,7 +93,9 @@ def test_the_formula_of_a_slow_network() -> None:
     assert predicted_exposed_ms(bucketed, 1.0) == pytest.approx(100 - 200 / 3)  # backward hides two thirds of 100 ms
     assert predicted_exposed_ms(bucketed, 10.0) == pytest.approx(2.5)  # one of four cannot be hidden
     sharded = timing("zero1", [0.1] * 3, exposed_s=[0.0] * 3, traffic=[Traffic(4, 12.5e6, 6.25e6)] * 3)
-    assert predicted_exposed_ms(sharded, 1.0) == pytest.approx(50 + 12.5)  # parameters go after the step
+    assert predicted_exposed_ms(sharded, 1.0) == pytest.approx(
+        50 - 100 / 3 + 12.5
+    )  # the next forward hides a third of 100 ms of the parameters
     assert predicted_exposed_ms(replace(bucketed, exposed_s=[0.03] * 3), 25.0) == pytest.approx(30.0)  # as here
     uneven = replace(bucketed, exposed_s=[0.03] * 3, imbalance_s=[0.02] * 3)
     assert predicted_exposed_ms(uneven, 1.0) == pytest.approx(20 + 100 - 2 / 3 * 70)  # slower ranks come on top
@@ -107,8 +111,8 @@ def test_a_count_that_nobody_waits_for_hides_nothing() -> None:
     """16 bytes, on their way for long beside the computation: the gradients are all the communication there is."""
     ledger = Ledger(started=0.0)
     ledger.entries = [
-        Entry("all_reduce", "count", 2, 16, issued=0.0, wait_started=5.0, wait_ended=5.5, ended=4.0),
-        Entry("all_reduce", "gradients", 2, 1000, issued=6.0, wait_started=6.0, wait_ended=7.0, ended=7.0),
+        Entry("all_reduce", "count", "shard", 2, 16, issued=0.0, wait_started=5.0, wait_ended=5.5, ended=4.0),
+        Entry("all_reduce", "gradients", "shard", 2, 1000, issued=6.0, wait_started=6.0, wait_ended=7.0, ended=7.0),
     ]
     assert (ledger.busy_seconds(), ledger.exposed_seconds()) == (1.5, 1.5)
 
@@ -117,8 +121,8 @@ def test_what_is_issued_when_nothing_is_left_to_compute_is_waited_for_from_then_
     ledger = Ledger()
     ledger.open()
     with standing_still():
-        still = ledger.add("all_reduce", "gradients", 2, 8)
-    beside = ledger.add("all_reduce", "gradients", 2, 8)
+        still = ledger.add("all_reduce", "gradients", Group("shard", 0, 2), 8)
+    beside = ledger.add("all_reduce", "gradients", Group("shard", 0, 2), 8)
     assert (still.wait_started, beside.wait_started) == (still.issued, None)
 
 

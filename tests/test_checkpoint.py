@@ -14,34 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from lockstep.checkpoint import manifest
+from lockstep.checkpoint.checkpoints import LATEST, Checkpoints
 from lockstep.config import GPT, Config, Data, Parallel, Train
 from lockstep.data import Sampler, read_share
-from lockstep.parallel.checkpointable import boxes
+from lockstep.layout.world import World
 from lockstep.strategies import available_strategies, strategy_named
-from lockstep.training import manifest
-from lockstep.training.checkpoint import LATEST, Checkpoints
 from lockstep.training.prepare import load_data, prepare_strategy
-from lockstep.world import World
 from tests.ranks import on_ranks
 
 TINY = GPT(d_model=12, layers=2, heads=2, context=6, vocabulary=19, dropout=0.0)
 STEPS_AFTER = 10
-
-
-@given(st.data())
-def test_boxes_cover_a_range_of_elements_in_order(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    start = data.draw(st.integers(0, whole.numel()))
-    stop = data.draw(st.integers(start, whole.numel()))
-    found = []
-    for offsets, sizes in boxes(shape, start, stop):
-        found += whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten().tolist()
-    assert found == list(range(start, stop))
-    assert len(boxes(shape, start, stop)) <= max(1, 2 * len(shape) - 1)
 
 
 # ---- from layout to layout -----------------------------------------------------------------------------------
@@ -123,7 +107,7 @@ def deepspeed_in_fp16(world: World, folder: Path) -> None:
     whole, _ = checkpoints.find()
     assert whole is not None
     checkpoints.load(whole, second)
-    before, after = first.state_dict(), second.state_dict()  # whole on rank 0
+    before, after = first.state.state_dict(), second.state.state_dict()  # whole on rank 0
     assert after.keys() == before.keys()
     moments = [name for name in before if name.endswith("exp_avg")]
     assert len(moments) == (len(list(first.model.parameters())) if world.is_main else 0)
@@ -132,6 +116,7 @@ def deepspeed_in_fp16(world: World, folder: Path) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif("deepspeed" not in available_strategies(), reason="DeepSpeed is not installed")
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="DeepSpeed knows no fp16 on this CPU")
 def test_deepspeed_resumes_in_fp16(tmp_path: Path) -> None:
     on_ranks(deepspeed_in_fp16, 2, tmp_path, timeout=100)
 
@@ -160,7 +145,7 @@ def flip(file: Path) -> None:
 DAMAGES = {
     "truncated": (lambda f: f.write_bytes(f.read_bytes()[:-1]), "bytes instead of"),
     "flipped": (flip, "its checksum differs"),
-    "missing": (Path.unlink, "cannot be read"),
+    "missing": (Path.unlink, "is missing"),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import COMMANDS, main
-from lockstep.record import read_record
+from lockstep.results.record import read_record
 
 
 def lockstep(*words: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:

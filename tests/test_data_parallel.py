@@ -14,9 +14,9 @@ from lockstep import DataParallel, LocalSGD, UserError, shard_batch
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import Parallel
+from lockstep.layout.world import World
 from lockstep.parallel.bucket import assign_buckets
 from lockstep.verify.laws import check_law
-from lockstep.world import World
 from tests.ranks import on_ranks
 
 MODES = ["naive", "flat", "overlap", "bucketed"]
@@ -41,8 +41,6 @@ def train_in_four_lines(world: World, mode: str) -> float:
         for m, o, x, y in ((model, optimizer, my_inputs, my_targets), (alone, alone_optimizer, inputs, targets)):
             o.zero_grad()
             nn.functional.mse_loss(m(x), y).backward()
-            if m is model:
-                model.finish_gradient_synchronization()
             o.step()
     both = zip(model.module.parameters(), alone.parameters(), strict=True)
     return max(float((a - b).abs().max()) for a, b in both)
@@ -69,15 +67,6 @@ def gradients_are_views(world: World) -> bool:
     (bucket,) = model.buckets
     start, end = bucket.buffer.data_ptr(), bucket.buffer.data_ptr() + bucket.buffer.nbytes
     return all(start <= p.grad.data_ptr() < end for p in model.parameters() if p.grad is not None)
-
-
-def forgotten_finish(world: World) -> bool:
-    """Without `finish_gradient_synchronization` there is no gradient to step with: nothing trains on half a mean."""
-    model = DataParallel(make_model(), sync="overlap")
-    model(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
-    none = all(p.grad is None for p in model.parameters())
-    model.finish_gradient_synchronization()
-    return none and all(p.grad is not None for p in model.parameters())
 
 
 def wrapped_twice(world: World) -> int:
@@ -211,7 +200,6 @@ def everything(world: World) -> dict[str, Any]:
         "four lines": {mode: train_in_four_lines(world, mode) for mode in MODES},
         "buffers": buffers_follow_rank_0(world),
         "views": gradients_are_views(world),
-        "forgotten": forgotten_finish(world),
         "twice": wrapped_twice(world),
         "different": different_models(world),
         "abandoned": abandoned_step(world),
@@ -241,10 +229,6 @@ def test_batch_norm_statistics_are_rank_0s_and_evaluation_is_silent(found: list[
 
 def test_gradients_live_in_the_buckets(found: list[dict]) -> None:
     assert all(f["views"] for f in found)
-
-
-def test_a_forgotten_finish_trains_nothing(found: list[dict]) -> None:
-    assert all(f["forgotten"] for f in found)
 
 
 def test_a_module_can_be_wrapped_again(found: list[dict]) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import DataParallel
-from lockstep.world import World
+from lockstep.layout.world import World
 from tests.ranks import on_ranks
 
 MODES = ["naive", "flat", "overlap", "bucketed"]

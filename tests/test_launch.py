@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import RankError, UserError
-from lockstep.launch import Launch, _first_host, _tasks_on_this_node, run_on_ranks
-from lockstep.world import ParallelDims, World, choose_device, share_gpu_environment
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.launch.adopt import _first_host, _tasks_on_this_node
+from lockstep.launch.join import choose_device, share_gpu_environment
+from lockstep.layout.world import World
 
 SCRIPT = textwrap.dedent(
     """
@@ -265,22 +267,3 @@ def test_ctrl_c_while_ranks_import(tmp_path: Path) -> None:
 
 
 # ---- degrees -----------------------------------------------------------------------------------------------
-
-
-def test_degrees_multiply_to_the_world() -> None:
-    dims = ParallelDims(dp_shard=2, tp=2).resolve(8)
-    assert (dims.dp_replicate, dims.data) == (2, 4)
-    assert [dims.data_rank(r) for r in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    for bad in (ParallelDims(tp=3), ParallelDims(dp_replicate=-1, tp=-1), ParallelDims(tp=0)):
-        with pytest.raises(UserError, match="parallel degrees"):
-            bad.resolve(8)
-
-
-def mesh_on_a_rank(world: World) -> tuple[tuple[int, ...], list[int]]:
-    mesh = ParallelDims(dp_replicate=-1, tp=2).resolve(world.size).mesh(world.device)
-    return tuple(mesh.shape), list(mesh.get_coordinate() or [])
-
-
-def test_degrees_become_one_mesh() -> None:
-    shapes = on_ranks(mesh_on_a_rank, 4)
-    assert shapes == [((1, 2, 1, 1, 2), [0, r // 2, 0, 0, r % 2]) for r in range(4)]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.link import check_possible, parse_link, run_over_link, without_flag
+from lockstep.launch.link import check_possible, parse_link, run_over_link, without_flag
 
 
 def why_not() -> str | None:

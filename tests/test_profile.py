@@ -14,7 +14,7 @@ from lockstep.config import Config, Parallel, Train
 from lockstep.intervals import covered
 from lockstep.profile.diagnosis import DATA, STEP, diagnose, is_matrix_product, short_name, words
 from lockstep.profile.trace import RankTrace, merged, self_times
-from lockstep.record import read_record
+from lockstep.results.record import read_record
 
 HOOK = "autograd::engine::evaluate_function: AddBackward0"
 spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=8)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lockstep.cli import main
-from lockstep.record import Record, read_record
 from lockstep.report import gather, write_report
 from lockstep.report.page import decimals, readable
+from lockstep.results.record import Record, read_record
 from tests.browser import Browser, chromium
 
 ENVIRONMENT = {"processor": "a processor", "cores": 4, "torch": "2.13"}

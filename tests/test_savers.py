@@ -12,17 +12,17 @@ import yaml
 from lockstep.config import GPT, Config, Data, Parallel, Train, load_config
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
+from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.models.lora import add_lora, merge_lora
 from lockstep.models.loss import loss_for
 from lockstep.parallel.recompute import recompute
-from lockstep.strategies import StepOptions, available_strategies
+from lockstep.strategies import Options, available_strategies
 from lockstep.strategies.deepspeed_settings import deepspeed_settings, zero_settings
 from lockstep.training.export import export_weights, load_model
 from lockstep.training.generate import generate, through_deepspeed
 from lockstep.training.loop import train
 from lockstep.verify import Request, Verdict, verify
-from lockstep.world import World
 from tests.ranks import on_ranks
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -105,7 +105,14 @@ def test_lora_begins_as_the_model_and_merges_back() -> None:
 
 # ---- DeepSpeed's settings ------------------------------------------------------------------------------------
 
-OPTIONS = StepOptions(loss_for("tokens"), accumulation=2, clip_norm=1.0, precision="bf16", batch_size=32)
+OPTIONS = Options(
+    loss_for("tokens"),
+    lambda p: torch.optim.SGD(p, 0.1),
+    accumulation=2,
+    clip_norm=1.0,
+    precision="bf16",
+    batch_size=32,
+)
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("deepspeed/*.json")), ids=lambda f: f.stem)

@@ -16,10 +16,10 @@ from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import GPT, Config, Data, Parallel, Train
 from lockstep.data import build_data
 from lockstep.launch import Launch, run_on_ranks
+from lockstep.layout.world import World
 from lockstep.models import parameter_count
 from lockstep.strategies import strategy_named
 from lockstep.training.prepare import prepare_strategy, prepared_model
-from lockstep.world import World
 from tests.ranks import on_ranks
 
 WIDTH = 6
@@ -227,25 +227,43 @@ def check_meta_device(world: World) -> None:
 
 
 def check_lower_precision(world: World) -> None:
-    """Masters and their gradients stay fp32; what travels has half the bytes; batch norms keep their fp32."""
-    ledgers = {}
-    for dtype in (None, torch.bfloat16):
+    """Masters and their gradients stay fp32; what is gathered has half the bytes, and what is reduced too where that
+    was asked for; batch norms keep their fp32.
+    """
+    ledgers: dict[Any, Ledger] = {}
+    for dtype, reduce in ((None, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(3)))
-        wrapped = FullyShardedDataParallel(net, compute_dtype=dtype)
+        wrapped = FullyShardedDataParallel(net, compute_dtype=dtype, reduce_dtype=reduce)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        ledgers[dtype] = Ledger()
+        ledgers[dtype, reduce] = Ledger()
         for _ in range(2):
-            ledgers[dtype].open()
-            with recording(ledgers[dtype]):
+            ledgers[dtype, reduce].open()
+            with recording(ledgers[dtype, reduce]):
                 output = wrapped(torch.randn(8, 32))
                 assert output.dtype == torch.float32
                 output.square().mean().backward()
                 wrapped.finish_gradient_synchronization()
                 optimizer.step()
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in wrapped.parameters() if p.grad is not None)
-    plain, half = (ledgers[d].traffic().wire_bytes for d in (None, torch.bfloat16))
-    assert half < 0.6 * plain
+    plain, mixed, half = (ledger.traffic().wire_bytes for ledger in ledgers.values())
+    assert half < 0.6 * plain < mixed < 0.75 * plain
+
+
+def check_gradients_are_reduced_in_fp32(world: World) -> None:
+    """Of bf16 gradients that bf16 cannot add up: 256 of one rank swallow the 1 of the others."""
+    found = {}
+    for reduce in (torch.float32, None):
+        layer = nn.Linear(1, 1, bias=False)
+        wrapped = FullyShardedDataParallel(
+            nn.Sequential(layer), compute_dtype=torch.bfloat16, reduce_dtype=reduce, output_dtype=None
+        )
+        x = torch.tensor([[256.0 if world.rank == 0 else 1.0]])
+        wrapped(x).float().sum().backward()
+        found[reduce] = sum(float(g) for g in wrapped.full_gradients().values())
+    exact = (256.0 + world.size - 1) / world.size
+    assert found[torch.float32] == exact
+    assert found[None] != exact or world.size == 1
 
 
 def check_optimizer(world: World) -> None:
@@ -327,13 +345,14 @@ def held_bytes(world: World, name: str) -> dict[str, float]:
     dataset = build_data(config)
     strategy = prepare_strategy(world, config, dataset)
     strategy.step(dataset.train.batch(torch.arange(2)))
-    module: Any = strategy.module
-    gradients = strategy.local_gradients()
+    strategy.settle()
+    module: Any = strategy.engine.module
+    gradients = strategy.worker.gradients.tensors()
     if name in ("zero1", "zero2"):
         gradients += [tensor for bucket in module.buckets for tensor in (bucket.own, bucket.buffer)]
     if name == "zero3":
         gradients += list(module._gradient_buffers.values())
-    state = [value for of_one in strategy.local_optimizer.state.values() for value in of_one.values()]
+    state = [value for of_one in strategy.engine.local_optimizer.state.values() for value in of_one.values()]
     plain = prepared_model(config, dataset.spec)
     unit = max(sum(p.nbytes for p in block.parameters()) for block in plain.blocks)  # type: ignore[union-attr]
     return {
@@ -366,7 +385,16 @@ def run_checks(world: World, names: tuple[str, ...]) -> None:
 
 
 def test_two_ranks() -> None:
-    checks = ("optimizer", "stages_1_and_2", "stage_3", "bytes_are_bounded", "meta_device", "lower_precision", "law")
+    checks = (
+        "optimizer",
+        "stages_1_and_2",
+        "stage_3",
+        "bytes_are_bounded",
+        "meta_device",
+        "lower_precision",
+        "law",
+        "gradients_are_reduced_in_fp32",
+    )
     on_ranks(run_checks, 2, checks, timeout=110)
 
 

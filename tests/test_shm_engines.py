@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lockstep.world import World
+from lockstep.layout.world import World
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shm backend is Linux's")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.shm import segment
-from lockstep.world import World
+from lockstep.layout.world import World
 from tests.ranks import left_in_shm, on_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shm backend is Linux's")

@@ -15,14 +15,16 @@ from lockstep.config import CNN, GPT, Config, Data, Parallel, ResNet, Train, loa
 from lockstep.data import Batch, build_data
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
+from lockstep.layout.world import World
 from lockstep.models.loss import loss_for
 from lockstep.strategies import (
     STRATEGIES,
     VARIANTS,
-    StepOptions,
-    Strategy,
+    Options,
+    ParallelModel,
     available_strategies,
-    make_strategy,
+    make_layout,
+    parallelize,
     strategy_named,
 )
 from lockstep.strategies.loss_scale import LossScale
@@ -30,8 +32,7 @@ from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.training.loop import TrainResult, train
 from lockstep.training.metrics import MetricsWriter
 from lockstep.training.optimizer import learning_rate, optimizer_factory
-from lockstep.training.prepare import prepare_strategy
-from lockstep.world import World
+from lockstep.training.prepare import options_for, prepare_strategy
 from tests.ranks import on_ranks
 
 SMALL = CNN(channels=(8,), hidden=16)
@@ -89,14 +90,14 @@ def resumes_alike(world: World, name: str) -> float:
     dataset = build_data(config)
     share = dataset.train.batch(torch.arange(world.rank, 60, world.size))
 
-    def fresh() -> Strategy:
+    def fresh() -> ParallelModel:
         return prepare_strategy(world, config, dataset)
 
     straight, stopped, resumed = fresh(), fresh(), fresh()
     for _ in range(3):
         straight.step(share)
         stopped.step(share)
-    resumed.load_state_dict(stopped.state_dict())
+    resumed.state.load(stopped.state.state_dict())
     for _ in range(3):
         straight.step(share)
         resumed.step(share)
@@ -149,8 +150,9 @@ def nan_on_one_rank(world: World) -> dict[str, Any]:
 def nan_where_a_rank_steps_nothing(world: World) -> None:
     """One number to train: the optimizer of some rank has none of it, and must still skip and step with the others."""
     for name in ("zero1", "zero2", "zero3", "zero1_torch"):
-        strategy = make_strategy(world, strategy_named(name), StepOptions(loss_for("regression")))
-        strategy.prepare(nn.Linear(1, 1, bias=False), optimizer_factory(Train(optimizer="adamw", lr=0.01)))
+        optimizer = optimizer_factory(Train(optimizer="adamw", lr=0.01))
+        options = Options(loss_for("regression"), optimizer, strategy_named(name))
+        strategy = parallelize(nn.Linear(1, 1, bias=False), make_layout(world, options.parallel), options)
         good = Batch(torch.ones(2, 1), torch.ones(2, 1))
         bad = Batch(good.inputs * (float("nan") if world.rank == 1 else 1.0), good.targets)
         assert [strategy.step(batch).skipped for batch in (good, bad, good)] == [False, True, False], name
@@ -175,11 +177,12 @@ def fp16_overflow(world: World) -> tuple[int, int, float]:
     """(steps skipped, steps taken, final loss scale) of a model whose first steps overflow."""
     config = short(precision="fp16", lr=1e-6)
     dataset = build_data(config)
-    strategy = prepare_strategy(world, config, dataset)
-    strategy.prepare(Overflowing(), lambda p: torch.optim.SGD(p, 1e-6))
-    strategy.loss_scale = LossScale(2.0**24)
+    options = replace(options_for(config, dataset), make_optimizer=lambda p: torch.optim.SGD(p, 1e-6))
+    strategy = parallelize(Overflowing(), make_layout(world, config.parallel), options)
+    strategy.worker.loss_scale = LossScale(2.0**24)
     batch = dataset.train.batch(torch.arange(world.rank, 40, world.size))
     skipped = [strategy.step(batch).skipped for _ in range(24)]
+    assert strategy.loss_scale is not None
     return sum(skipped), len(skipped) - sum(skipped), strategy.loss_scale.scale
 
 
@@ -240,13 +243,13 @@ def test_fp16_finds_its_loss_scale(runs: list[dict[str, Any]]) -> None:
 
 def test_who_is_asked_to_stop_while_it_evaluates_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As SIGTERM does; what was trained is saved."""
-    whole = Strategy.evaluate
+    whole = ParallelModel.evaluate
 
-    def asked(strategy: Strategy, batch: Batch) -> Tensor:
-        strategy.stop_requested = True
+    def asked(strategy: ParallelModel, batch: Batch) -> Tensor:
+        strategy.request_stop()
         return whole(strategy, batch)
 
-    monkeypatch.setattr(Strategy, "evaluate", asked)
+    monkeypatch.setattr(ParallelModel, "evaluate", asked)
     monkeypatch.setattr("lockstep.training.loop.EVALUATION_BATCH", 16)
     result = train(World(), short(steps=2), tmp_path, quiet=True)
     assert result.stopped

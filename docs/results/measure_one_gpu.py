@@ -26,9 +26,9 @@ from plain_gpt2 import Script
 from lockstep.config import Config, load_config
 from lockstep.data import Sampler
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.strategies import StepResult, Strategy
+from lockstep.layout.world import World
+from lockstep.strategies import ParallelModel, StepResult
 from lockstep.training.prepare import load_data, prepare_strategy
-from lockstep.world import World
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -46,8 +46,6 @@ class Variant:
     """The host reads each step's loss before it issues the next."""
     cross_entropy: bool = True
     gelu: bool = True
-    lean_gradients: bool = True
-    own_adamw: bool = True
 
     def config(self, size: str) -> Config:
         config = load_config(CONFIGS / f"gpt2_{size}.yaml")
@@ -64,19 +62,11 @@ class Variant:
                 stack.enter_context(patch("lockstep.training.optimizer.should_fuse", lambda _: False))
             if not self.cross_entropy:
                 stack.enter_context(patch("lockstep.models.loss.MANY_CLASSES", 10**9))
-            if not self.lean_gradients:
-                stack.enter_context(patch("lockstep.strategies.compiling.inductor_options", dict))
-            if not self.own_adamw:
-                stack.enter_context(patch("lockstep.training.optimizer.usable_on", lambda _: False))
             yield
 
 
-ALL = Variant("our own AdamW for large tensors")
-LEAN = replace(
-    ALL, says="lean gradients: in fp32 from the products on, rows added and columns summed on the way", own_adamw=False
-)
-NARROW = replace(LEAN, says="our own gelu(x + bias)", lean_gradients=False)
-THEIR_GELU = replace(NARROW, says="the residual stream in bf16", gelu=False)
+ALL = Variant("our own gelu(x + bias)")
+THEIR_GELU = replace(ALL, says="the residual stream in bf16", gelu=False)
 WIDE = replace(THEIR_GELU, says="our own cross entropy", residual="fp32")
 COMPILED = replace(WIDE, says="no host wait in the loop", cross_entropy=False)
 WAITING = replace(COMPILED, says="fused AdamW", waits=True)
@@ -91,8 +81,6 @@ VARIANTS = {
     "no-wait": COMPILED,
     "cross-entropy": WIDE,
     "residual": THEIR_GELU,
-    "gelu": NARROW,
-    "lean": LEAN,
     "all": ALL,
 }
 
@@ -100,7 +88,7 @@ VARIANTS = {
 @dataclass
 class Runner:
     variant: Variant
-    strategy: Strategy | Script
+    strategy: ParallelModel | Script
     batches: list[Any]
 
     def seconds_per_step(self, steps: int) -> float:
@@ -124,7 +112,7 @@ def measure(world: World, size: str, names: list[str], turns: int, steps: int) -
         config = variant.config(size)
         dataset = load_data(world, config)
         begun = time.perf_counter()
-        strategy: Strategy | Script
+        strategy: ParallelModel | Script
         if name == "script":
             strategy = Script(size, world.device)
         else:

@@ -11,12 +11,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import load_config
 from lockstep.data import read_share
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.training.checkpoint import Checkpoints
+from lockstep.layout.world import World
 from lockstep.training.prepare import load_data, prepare_strategy
-from lockstep.world import World
 
 ROUNDS, STEPS = 3, 3
 CONFIG = Path(__file__).parents[2] / "configs" / "bench_gpt25m.yaml"

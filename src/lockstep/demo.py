@@ -1,23 +1,24 @@
 """`lockstep demo`: every strategy trains the same digits, side by side with one process."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from lockstep.bench.steps import memory_of_steps, prepare_named, timed_step
-from lockstep.bench.timeline import timeline
-from lockstep.bench.timing import Timing
-from lockstep.bench.train import Case, new_timing
+from lockstep.bench.train import Case, first_batches, new_timing
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.hosts import hosts_meet
 from lockstep.config import CNN, Config, Train
 from lockstep.data import DataSet, Sampler, read_share
+from lockstep.layout.world import World
+from lockstep.measure.steps import memory_of_steps, timed_step
+from lockstep.measure.timeline import timeline
+from lockstep.measure.timing import Timing
 from lockstep.strategies import STRATEGIES, strategy_names
 from lockstep.training.evaluate import evaluate
-from lockstep.training.prepare import load_data
+from lockstep.training.prepare import load_data, prepare_named
 from lockstep.verify.compare import TOLERANCE, relative
-from lockstep.world import World
 
 
 @dataclass
@@ -77,9 +78,10 @@ def _train(
     world: World, config: Config, name: str, dataset: DataSet, progress: Progress, task: TaskID
 ) -> tuple[DemoRow, dict[str, Tensor]]:
     sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
-    memory = memory_of_steps(world, config, name, dataset)
-    strategy = prepare_named(world, config, name, dataset)
-    timing = new_timing(world, Case(name, name, config), strategy, dataset, memory, (0.0, ""))
+    case, prepare = Case(name, name, config), partial(prepare_named, world, config, name, dataset)
+    memory = memory_of_steps(world.device, prepare, partial(first_batches, case, dataset))
+    strategy = prepare()
+    timing = new_timing(world, case, strategy, dataset, memory, (0.0, ""))
     losses: list[float] = []
     for epoch in range(config.train.epochs):
         for indices in sampler.epoch(epoch):
@@ -94,7 +96,7 @@ def _train(
     _, accuracy = found
     progress.update(task, status=f"test accuracy {accuracy:.1%}")
     timing.timelines = [timeline(strategy)]
-    row = DemoRow(timing, world.size, accuracy, strategy.equal_to_one_process, losses=losses)
+    row = DemoRow(timing, world.size, accuracy, strategy.is_exact, losses=losses)
     return row, strategy.full_state_dict()
 
 

@@ -10,3 +10,7 @@ class UserError(ValueError):
 
 class RankError(RuntimeError):
     """A rank failed. The message is the first failing rank's own traceback."""
+
+
+class PeerError(RuntimeError):
+    """Another rank died, did not answer in time, or called something else."""

@@ -67,8 +67,7 @@ profile() {
 
 knobs() {
   say knobs_small python docs/results/measure_one_gpu.py small --turns 4 --steps 15
-  say knobs_adamw_xl python docs/results/measure_one_gpu.py xl --variants lean all --turns 4 --steps 6
-  say knobs_script_small python docs/results/measure_one_gpu.py small --variants script lean all --turns 8 --steps 15
+  say knobs_script_small python docs/results/measure_one_gpu.py small --variants script all --turns 8 --steps 15
   say knobs_script_xl python docs/results/measure_one_gpu.py xl --variants script all --turns 4 --steps 6
 }
 

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.errors import RankError, UserError
-from lockstep.launch import changed_environment, use_cores
-from lockstep.rank import ctrl_c_held_back, die_with_parent, end_at_ctrl_c
+from lockstep.launch.cores import changed_environment, use_cores
+from lockstep.launch.rank import ctrl_c_held_back, die_with_parent, end_at_ctrl_c
 
 
 class Apart:

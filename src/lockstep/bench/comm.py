@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.bench.trial import BY_HAND, REDUCING, Candidate, Sweep, Trial
-from lockstep.comm.collectives import Group, all_gather_objects, barrier
+from lockstep.comm.collectives import all_gather_objects, barrier
 from lockstep.comm.ledger import Mark, mark, seconds_between, wire_factor
 from lockstep.errors import UserError
-from lockstep.world import World, check_backend
+from lockstep.launch.join import check_backend
+from lockstep.layout.world import World
 
 ROUNDS = 4
 """Candidates take turns this often per size."""
@@ -121,7 +122,7 @@ def bench_comm(
     return rows
 
 
-def make_groups(world: World, backends: list[str]) -> dict[str, Group]:
+def make_groups(world: World, backends: list[str]) -> dict[str, dist.ProcessGroup | None]:
     for backend in backends:
         check_backend(backend, world.device, "--against")
     groups = {b: None if b == world.backend else dist.new_group(backend=b) for b in backends}

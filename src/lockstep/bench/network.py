@@ -4,17 +4,17 @@
     compute         the step without its waits
     exposed         all of it, where it begins after backward: naive's and flat's, and parameters that are sent after
                     the optimizer's step. Of the rest, what is left when the last micro-batch's backward (two thirds of
-                    its computation) has hidden what it can, and at least one collective of mean size. Never less than
-                    the step waits for here; what it waits here for slower ranks comes on top
+                    its computation), or for parameters that are in flight beside the next forward its third, has hidden
+                    what it can, and at least one collective of mean size. Never less than the step waits for here; what
+                    it waits here for slower ranks comes on top
 
 There is no cost per message in it: many small messages are slower on a real network than this says.
 """
 
-from lockstep.bench.timing import Timing
+from lockstep.measure.timing import Timing
+from lockstep.strategies import STRATEGIES, strategy_named
 
 GBIT_PER_S = (1.0, 10.0, 25.0)
-AFTER_BACKWARD = ("naive", "flat")
-PARAMETERS_AFTER_STEP = ("zero1", "zero2", "zero1_torch", "local_sgd")
 BACKWARD_SHARE = 2 / 3
 
 
@@ -25,14 +25,23 @@ def predicted_exposed_ms(timing: Timing, gbit_per_s: float) -> float:
 
 def network_ms(timing: Timing, gbit_per_s: float) -> float:
     """That cannot be hidden."""
-    strategy = timing.strategy.partition("@")[0].partition("+")[0]
+    parallel = strategy_named(timing.strategy.partition("@")[0])
+    engine = STRATEGIES[parallel.data]
     total = timing.wire_mb * 8 / gbit_per_s  # Mbit / (Gbit/s) = ms
-    if strategy in AFTER_BACKWARD:
+    if not engine.overlaps(parallel):
         return total
-    afterwards = timing.parameters_mb * 8 / gbit_per_s if strategy in PARAMETERS_AFTER_STEP else 0.0
-    beside = total - afterwards
-    left = beside - BACKWARD_SHARE * timing.compute_ms / timing.accumulation
-    return afterwards + max(left, beside / max(1.0, timing.collectives))
+    parameters = timing.parameters_mb * 8 / gbit_per_s
+    mean_size = max(1.0, timing.collectives)
+
+    def left(sent: float, share: float) -> float:
+        """Of what is sent beside a share of the computation, what that cannot hide; at least one collective."""
+        return max(sent - share * timing.compute_ms / timing.accumulation, sent / mean_size)
+
+    if engine.sends_after_step:
+        return parameters + left(total - parameters, BACKWARD_SHARE)
+    if engine.leaves_in_flight:
+        return left(parameters, 1 - BACKWARD_SHARE) + left(total - parameters, BACKWARD_SHARE)
+    return left(total, BACKWARD_SHARE)
 
 
 def predicted_shares(timing: Timing) -> dict[str, float]:

@@ -10,7 +10,7 @@ from lockstep.bench.comm import make_groups, percentile
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.wire import Wire
 from lockstep.errors import UserError
-from lockstep.world import World
+from lockstep.layout.world import World
 
 PING_BYTES, STREAM_BYTES = 8, 4 * 1024 * 1024
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from lockstep.bench.comm_reading import Curve, human
 from lockstep.bench.scaling import Point, amdahl_fit, amdahl_speedup
-from lockstep.bench.timing import Timing
 from lockstep.errors import UserError
+from lockstep.measure.timing import Timing
 from lockstep.words import counted
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.bench.timing import Timing
 from lockstep.bench.train import Case
 from lockstep.config import CNN, GPT, Config, Data, ResNet, Train
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.launch import Launch
+from lockstep.layout.world import World
+from lockstep.measure.peak import measured_peak
+from lockstep.measure.timing import Timing
 from lockstep.models import build_model, gpt_shape, parameter_count, training_flops
-from lockstep.training.peak import measured_peak
-from lockstep.world import World
 
 GIB = 1024**3
 

@@ -11,9 +11,9 @@ sizes are timed in turns in one run.
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lockstep.bench.timing import Timing
 from lockstep.bench.train import Case
 from lockstep.config import Config
+from lockstep.measure.timing import Timing
 from lockstep.words import counted
 
 Mode = Literal["strong", "weak"]

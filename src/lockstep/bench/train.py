@@ -2,38 +2,33 @@
 
 import gc
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.bench.apart import Apart
-from lockstep.bench.memory import Memory
-from lockstep.bench.steps import (
-    full_batches,
-    meeting_cycle,
-    memory_of_steps,
-    named_config,
-    part_of,
-    prepare_named,
-    theory_of,
-    timed_step,
-)
-from lockstep.bench.timeline import timeline
-from lockstep.bench.timing import Timing, merge_ranks
+from lockstep.bench.parts import part_of
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.hosts import hosts_meet
 from lockstep.config import Config, Parallel, check_ranges
-from lockstep.data import DataSet, DataSpec, read_share
+from lockstep.data import Batch, DataSet, DataSpec, read_share
 from lockstep.errors import UserError
-from lockstep.launch import own_cores
+from lockstep.launch.cores import own_cores
+from lockstep.layout.world import World
+from lockstep.measure.expected import meeting_cycle, named_config, theory_of
+from lockstep.measure.memory import Memory
+from lockstep.measure.peak import peak_flops
+from lockstep.measure.steps import MEMORY_STEPS, full_batches, memory_of_steps, timed_step
+from lockstep.measure.timeline import timeline
+from lockstep.measure.timing import Timing, merge_ranks
 from lockstep.models import build_model
-from lockstep.strategies import Strategy
-from lockstep.training.peak import peak_flops
-from lockstep.training.prepare import check_device, load_data
-from lockstep.world import World
+from lockstep.strategies import STRATEGIES, ParallelModel
+from lockstep.training.prepare import check_device, load_data, prepare_named
 
 Progress = Callable[[], None]
 
@@ -110,9 +105,17 @@ def with_enough_data(config: Config) -> Config:
 class Runner:
     """One case on this rank, ready to take steps; on a rank that it does not need, it only keeps the others' time."""
 
-    def __init__(self, world: World, case: Case, peaks: "Peaks | None" = None, models: "Models | None" = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        case: Case,
+        lead_in: bool = False,
+        peaks: "Peaks | None" = None,
+        models: "Models | None" = None,
+    ) -> None:
+        """`lead_in`: each timed step follows another one of the same case; see `timed_step`."""
         peaks, models = peaks or Peaks(), models or Models()
-        self.world, self.case = world, case
+        self.world, self.case, self.lead_in = world, case, lead_in
         self.part = part_of(world, case.ranks, case.strategy.partition("@")[2])
         dataset = load_data(world, case.config)
         self.data = dataset.train
@@ -125,8 +128,11 @@ class Runner:
         self.timing: Timing | None = None
         if self.part is not None:
             plain = models.of(case.config, dataset.spec)
-            memory = memory_of_steps(self.part, case.config, case.strategy, dataset, plain)
-            self.strategy = prepare_named(self.part, case.config, case.strategy, dataset, plain)
+            prepare = partial(prepare_named, self.part, case.config, case.strategy, dataset, plain)
+            memory = memory_of_steps(world.device, prepare, partial(first_batches, case, dataset))
+            self.strategy = prepare()
+            # What a step costs does not depend on the rate, and with a rate of 0 no model diverges.
+            self.strategy.set_learning_rate(0.0)
             self.strategy.ledger.sees_ends = True
             peak = peaks.of(self.part, case.config.train.precision)
             self.timing = new_timing(self.part, case, self.strategy, dataset, memory, peak)
@@ -138,7 +144,7 @@ class Runner:
             return
         indices = self.batches[round_ % len(self.batches)]
         batch = read_share(self.data, indices, self.strategy.batch_share())
-        seconds, result = timed_step(self.world, self.strategy, batch)
+        seconds, result = timed_step(self.world, self.strategy, batch, self.lead_in)
         if timed:
             self.timing.record(seconds, self.strategy.ledger, result.skipped)
 
@@ -148,18 +154,32 @@ class Runner:
             self.timing.timelines = [timeline(self.strategy)]
         everyone = all_gather_objects(self.timing)
         cycle = meeting_cycle(named_config(self.case.config, self.case.strategy))
-        return merge_ranks([timing for timing in everyone if timing is not None], cycle)
+        merged = merge_ranks([timing for timing in everyone if timing is not None], cycle)
+        if merged.skipped:
+            raise UserError(
+                f"{self.case.label}: {merged.skipped} of {len(merged.step_s)} timed steps were not taken, as the loss "
+                f"or a gradient was not finite, so their times say nothing; use train.precision bf16 or fp32, or other "
+                f"data"
+            )
+        return merged
+
+
+def first_batches(case: Case, dataset: DataSet, strategy: ParallelModel) -> Iterator[Batch]:
+    """A rank's share of the first batches: some, and all of a cycle."""
+    count = max(MEMORY_STEPS, meeting_cycle(named_config(case.config, case.strategy)))
+    for indices in islice(cycle(full_batches(case.config, dataset)), count):
+        yield read_share(dataset.train, indices, strategy.batch_share())
 
 
 class RunnerApart:
     """One case on rank 0 alone, in a process of its own that has the cores of all ranks of its machine."""
 
-    def __init__(self, world: World, case: Case) -> None:
+    def __init__(self, world: World, case: Case, lead_in: bool) -> None:
         self.world = world
         load_data(world, case.config)  # one download serves all
         machines = all_gather_objects((platform.node(), own_cores()))
         cores = set().union(*(cores for machine, cores in machines if machine == machines[0][0]))
-        self.apart = Apart(cores, Runner, World(), case) if world.is_main else None
+        self.apart = Apart(cores, Runner, World(), case, lead_in) if world.is_main else None
         hosts_meet(world.device)
 
     def step(self, round_: int, timed: bool) -> None:
@@ -179,8 +199,12 @@ class RunnerApart:
 def make_runners(world: World, cases: list[Case], peaks: "Peaks") -> list[Runner | RunnerApart]:
     models = Models()
     on_cores = world.device.type == "cpu" and world.size > 1
+    engines = [STRATEGIES[named_config(case.config, case.strategy).parallel.data] for case in cases]
+    lead_in = any(engine.leaves_in_flight for engine in engines)  # for all cases, or they could not be compared
     return [
-        RunnerApart(world, case) if case.all_cores and on_cores else Runner(world, case, peaks, models)
+        RunnerApart(world, case, lead_in)
+        if case.all_cores and on_cores
+        else Runner(world, case, lead_in, peaks, models)
         for case in cases
     ]
 
@@ -212,7 +236,7 @@ class Peaks:
 
 
 def new_timing(
-    world: World, case: Case, strategy: Strategy, dataset: DataSet, memory: Memory, peak: tuple[float, str]
+    world: World, case: Case, strategy: ParallelModel, dataset: DataSet, memory: Memory, peak: tuple[float, str]
 ) -> Timing:
     config, batch = case.config, case.config.train.batch_size
     return Timing(
@@ -227,7 +251,7 @@ def new_timing(
         threads=torch.get_num_threads(),
         cores={(platform.node(), core) for core in own_cores()},
         accumulation=config.train.accumulation,
-        traffic_is_seen=strategy.traffic_is_seen,
+        traffic_is_seen=strategy.engine.traffic_is_seen,
         tokens_per_sample=dataset.spec.shape[0] if dataset.spec.kind == "tokens" else 0,
         peak_flops=peak[0] * world.size,
         peak_source=peak[1],

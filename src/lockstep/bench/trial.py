@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lockstep.comm.algorithms import ALGORITHMS, ring_all_gather, ring_reduce_scatter, tree_broadcast
 from lockstep.comm.by_hand import all_reduce_over
-from lockstep.comm.collectives import Group, all_gather_single, reduce_scatter_single
+from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
 from lockstep.comm.reduction import reduction
 from lockstep.comm.wire import Wire
-from lockstep.world import World
+from lockstep.layout.world import World
 
 DTYPES = {
     "float": torch.float32,
@@ -73,7 +73,15 @@ class Candidate:
 class Trial:
     """The buffers of one collective at one size, how to perform it, and what it should give."""
 
-    def __init__(self, collective: str, world: World, nbytes: int, sweep: Sweep, candidate: Candidate, group: Group):
+    def __init__(
+        self,
+        collective: str,
+        world: World,
+        nbytes: int,
+        sweep: Sweep,
+        candidate: Candidate,
+        group: dist.ProcessGroup | None,
+    ):
         self.collective, self.sweep, self.candidate, self.group = collective, sweep, candidate, group
         self.rank, self.size = world.rank, world.size
         dtype = DTYPES[sweep.dtype]

@@ -9,11 +9,15 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 
 from lockstep.errors import RankError, UserError
 
 if multiprocessing.parent_process() is not None:  # a rank being started: Ctrl-C ends it without a word
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+DEBUG, DEBUGGING = "--debug", "LOCKSTEP_DEBUG"
+"""Any command's flag, and how ranks know of it."""
 
 COMMANDS = {  # name -> (module, what it answers)
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
@@ -28,6 +32,8 @@ COMMANDS = {  # name -> (module, what it answers)
     "report": ("lockstep.cli.report", "show why: one HTML file from any set of results"),
 }
 
+DEBUG_HELP = "--debug, with any command: an error comes with its traceback, and with what caused it"
+
 EXAMPLES = """\
 examples:
   lockstep demo
@@ -39,7 +45,17 @@ examples:
 
 def usage() -> str:
     lines = [f"  lockstep {name:<13} {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["usage: lockstep COMMAND ...  (lockstep COMMAND --help for its flags)", "", *lines, "", EXAMPLES])
+    return "\n".join(
+        [
+            "usage: lockstep COMMAND ...  (lockstep COMMAND --help for its flags)",
+            "",
+            *lines,
+            "",
+            DEBUG_HELP,
+            "",
+            EXAMPLES,
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,6 +71,9 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"lockstep {__version__}")
         return 0
+    if DEBUG in args:
+        args.remove(DEBUG)
+        os.environ[DEBUGGING] = "1"  # the ranks see it too
     try:
         name, rest = _find_command(args)
         command = importlib.import_module(COMMANDS[name][0])
@@ -82,6 +101,9 @@ def _find_command(args: list[str]) -> tuple[str, list[str]]:
 
 
 def _say(text: str, status: int) -> int:
+    """One line; with --debug, after all that led to it."""
+    if os.environ.get(DEBUGGING) and sys.exc_info()[0] is not None:
+        traceback.print_exc()
     rank = os.environ.get("RANK")
     print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr)
     return status

@@ -1,14 +1,18 @@
 """What the commands share in reading their arguments."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import psutil
+import torch
 import tyro
 
 from lockstep.config import (
     CNN,
+    GPT,
     Checkpoint,
     Config,
     Data,
@@ -20,9 +24,12 @@ from lockstep.config import (
     load_config,
 )
 from lockstep.config.load import nearest, valid_keys
+from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
-from lockstep.link import check_possible, check_ranks, parse_link, run_over_link, without_flag
+from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link, without_flag
+from lockstep.models import build_model, parameter_count
+from lockstep.strategies import STRATEGIES, check_parallel
 
 T = TypeVar("T")
 
@@ -72,6 +79,42 @@ class RunArguments:
         config = Config(self.model, self.data, self.train, self.parallel, self.lora, self.checkpoint)
         check_ranges(config)
         return config
+
+
+def check_before_ranks(config: Config, launch: Launch, default_nproc: int) -> None:
+    """Refuse what no rank could do, in one voice, before any starts."""
+    ranks = int(os.environ["WORLD_SIZE"]) if adopt_environment() else launch.nproc or default_nproc
+    device = "cpu" if launch.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    parallel, train = config.parallel, config.train
+    check_parallel(parallel, device, train.precision, train.compile != "none")
+    STRATEGIES[parallel.data].degrees(parallel, max(1, ranks))
+    check_size(config)
+
+
+def check_size(config: Config) -> None:
+    """A model whose parameters alone exceed the machine's memory many times over is a mistake in a number."""
+    data, model = config.data, config.model
+    spec = DataSpec("images", data.shape if data.name == "synthetic" and len(data.shape) == 3 else (3, 32, 32), 10)
+    if isinstance(model, GPT):
+        spec = DataSpec("tokens", (model.context,), model.vocabulary or 256)
+    with torch.device("meta"):
+        parameters = parameter_count(build_model(model, spec))
+    room = psutil.virtual_memory().total
+    if parameters * 4 > LARGEST * room:
+        raise UserError(
+            f"the model has {parameters:,} parameters, {parameters * 4 / 2**30:,.0f} GiB in fp32, and this machine has "
+            f"{room / 2**30:,.0f} GiB of memory; make model's widths or layers smaller"
+        )
+
+
+LARGEST = 64
+"""Machines' worth of memory: more than any cluster of such machines is likely to have."""
+
+
+def check_paths(*given: tuple[str, str | None]) -> None:
+    for flag, path in given:
+        if path is not None and "\0" in path:
+            raise UserError(f"{flag} has a NUL character in it, which no file's name may have")
 
 
 def parse(cls: type[T], argv: list[str], command: str, default: T | None = None) -> T:

@@ -22,9 +22,9 @@ from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.wire import Wire
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.training.peak import peak_flops
+from lockstep.layout.world import World
+from lockstep.measure.peak import peak_flops
 from lockstep.words import counted
-from lockstep.world import World
 
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 

@@ -10,14 +10,15 @@ import torch
 from lockstep.bench.plot import plot_scaling
 from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
-from lockstep.bench.timing import Timing
 from lockstep.cli.arguments import RunArguments, check_outputs, config_from, parse, sections
 from lockstep.cli.bench_train import time_cases
 from lockstep.cli.tables import console, new_table, write_rows
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.launch import adopt_environment, available_cores, run_on_ranks
-from lockstep.record import Record
+from lockstep.launch import adopt_environment, run_on_ranks
+from lockstep.launch.cores import available_cores
+from lockstep.measure.timing import Timing
+from lockstep.results.record import Record
 from lockstep.words import counted
 
 

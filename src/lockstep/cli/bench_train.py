@@ -12,8 +12,6 @@ from rich.progress import Progress
 from lockstep.bench.network import predicted_shares
 from lockstep.bench.plot import plot_timings
 from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
-from lockstep.bench.steps import MEMORY_STEPS
-from lockstep.bench.timing import Timing, as_rows, baselines_among
 from lockstep.bench.train import Case, Peaks, bench_cases, one_process
 from lockstep.cli.arguments import (
     LinkFlag,
@@ -30,13 +28,17 @@ from lockstep.cli.tables import console, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
 from lockstep.config import Config
 from lockstep.errors import RankError, UserError
-from lockstep.launch import adopt_environment, falls_back_to_cpu, run_on_ranks
-from lockstep.link import DEFAULT_RANKS, OVER_LINK, without_flag
-from lockstep.record import Record, read_record
+from lockstep.launch import adopt_environment, run_on_ranks
+from lockstep.launch.join import check_known
+from lockstep.launch.link import DEFAULT_RANKS, OVER_LINK, without_flag
+from lockstep.launch.start import falls_back_to_cpu
+from lockstep.layout.world import World
+from lockstep.measure.peak import slow_bf16
+from lockstep.measure.steps import MEMORY_STEPS
+from lockstep.measure.timing import Timing, as_rows, baselines_among
+from lockstep.results.record import Record, read_record
 from lockstep.strategies import strategy_names
-from lockstep.training.peak import slow_bf16
 from lockstep.words import counted
-from lockstep.world import World, check_known
 
 
 @dataclass

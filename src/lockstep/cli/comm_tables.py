@@ -11,7 +11,7 @@ from lockstep.bench.comm_reading import UTILISATION, curves, fit_rows, gradient_
 from lockstep.bench.pairs import Pairs
 from lockstep.bench.trial import Sweep
 from lockstep.cli.tables import new_table
-from lockstep.record import Record
+from lockstep.results.record import Record
 from lockstep.words import counted
 
 

@@ -8,14 +8,15 @@ from typing import Annotated
 
 import tyro
 
-from lockstep.bench.timing import as_rows
 from lockstep.cli.arguments import parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.demo import DemoRow, demo, demo_config
 from lockstep.errors import UserError
-from lockstep.launch import Launch, available_cores, run_on_ranks
-from lockstep.record import Record
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.launch.cores import available_cores
+from lockstep.measure.timing import as_rows
 from lockstep.report import gather, write_report
+from lockstep.results.record import Record
 from lockstep.training.metrics import writing_to
 
 RECORD = "demo.json"

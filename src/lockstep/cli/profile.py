@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.launch import run_on_ranks
 from lockstep.profile import Profile, profile_steps
 from lockstep.profile.diagnosis import KINDS, words
-from lockstep.record import Record
+from lockstep.results.record import Record
 from lockstep.training.metrics import writing_to
 from lockstep.words import counted
 

@@ -1,17 +1,14 @@
 """`lockstep train`."""
 
-import time
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from lockstep.cli.arguments import RunArguments, config_from, parse, sections
-from lockstep.config import Config
-from lockstep.errors import UserError
+from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths, config_from, parse, sections
 from lockstep.launch import run_on_ranks
-from lockstep.training.checkpoint import CHECKPOINTS
-from lockstep.training.loop import TrainResult, train
-from lockstep.training.manifest import MANIFEST
+from lockstep.training.loop import TrainResult, train_in_folder
 from lockstep.words import counted
+
+INTERRUPTED = 130
 
 
 @dataclass
@@ -40,20 +37,33 @@ class TrainArguments(RunArguments):
     """Folder of this run. None: runs/TIME-MODEL-DATA-STRATEGY."""
     resume: str | None = None
     """Go on from a run's folder or one of its checkpoints; `auto`: from --run-dir, or from the newest run of this
-    model and data that has a checkpoint, and from the start if there is none."""
+    model and data, of the same sizes, that has a checkpoint, and from the start if there is none."""
 
 
 def main(argv: list[str]) -> int:
     config, rest = config_from(for_deepspeed(argv))
     arguments = parse(TrainArguments, rest, "train", default=TrainArguments(**sections(config)))
     config = arguments.config()
-    folder, source = run_folders(config, arguments.run_dir, arguments.resume)
-    result: TrainResult = run_on_ranks(train, config, folder, False, source, launch=arguments.launch)[0]
-    if result.is_main:
-        print(f"{counted(result.steps, 'step')} in {result.seconds:.1f} s; metrics and config in {folder}/")
-        if result.stopped:
-            print(f"stopped by SIGTERM and saved; go on with --resume {folder}")
-    return 0
+    check_before_ranks(config, arguments.launch, default_nproc=1)
+    check_paths(("--run-dir", arguments.run_dir), ("--resume", arguments.resume))
+    result: TrainResult = run_on_ranks(
+        *(train_in_folder, config, arguments.run_dir, arguments.resume),
+        launch=arguments.launch,
+        saves_when_stopped=True,
+    )[0]
+    return told(result) if result.is_main else int(result.not_saved is not None)
+
+
+def told(result: TrainResult) -> int:
+    """Say how the run has ended; the exit status is 0 only if all that it should leave behind is there."""
+    print(f"{counted(result.steps, 'step')} in {result.seconds:.1f} s; metrics and config in {result.folder}/")
+    if result.not_saved is not None:
+        ended = f"stopped by {result.stopped_by}, and " if result.stopped else ""
+        print(f"error: {ended}the last checkpoint was not saved: {result.not_saved}", file=sys.stderr)
+        return 1
+    if result.stopped:
+        print(f"stopped by {result.stopped_by} and saved; go on with --resume {result.folder}")
+    return INTERRUPTED if result.stopped_by == "Ctrl-C" else 0
 
 
 def for_deepspeed(argv: list[str]) -> list[str]:
@@ -68,20 +78,3 @@ def for_deepspeed(argv: list[str]) -> list[str]:
         else:
             words.append(word)
     return words
-
-
-def run_folders(config: Config, run_dir: str | None, resume: str | None) -> tuple[Path, Path | None]:
-    """(the run's folder, what to resume from)."""
-    task = f"{config.model.name}-{config.data.name}"
-    new = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{config.parallel.data}"
-    if resume is None:
-        return Path(run_dir) if run_dir else new, None
-    if resume == "auto":
-        candidates = [Path(run_dir)] if run_dir else sorted(Path("runs").glob(f"*-{task}-*"), reverse=True)
-        source = next((c for c in candidates if any((c / CHECKPOINTS).glob("step-*"))), None)
-        return (Path(run_dir) if run_dir else source or new), source
-    source = Path(resume)
-    if not source.is_dir():
-        raise UserError(f"--resume {resume}: there is no such folder; give a run's folder, a checkpoint, or auto")
-    home = source.parent.parent if (source / MANIFEST).exists() else source
-    return Path(run_dir) if run_dir else home, source

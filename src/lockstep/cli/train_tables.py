@@ -6,10 +6,10 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.bench.network import GBIT_PER_S, predicted_share
-from lockstep.bench.statistics import FEWEST
-from lockstep.bench.timing import Timing, baseline_of, baselines_among, same_work
 from lockstep.cli.tables import new_table
-from lockstep.link import parse_link
+from lockstep.launch.link import parse_link
+from lockstep.measure.statistics import FEWEST
+from lockstep.measure.timing import Timing, baseline_of, baselines_among, same_work
 from lockstep.words import counted, three_figures
 
 

@@ -18,8 +18,8 @@ from lockstep.comm.ledger import Entry, active_ledger, mark
 from lockstep.comm.streams import StreamWork, on_its_stream
 from lockstep.comm.wire import moves_cuda
 from lockstep.errors import UserError
+from lockstep.layout.group import Group, GroupLike, group_of
 
-Group = dist.ProcessGroup | None
 SUM = dist.ReduceOp.SUM
 OTHER = "other"
 
@@ -28,27 +28,18 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def group_size(group: Group = None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def group_rank(group: Group = None) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def new_buffer(length: int, dtype: torch.dtype, device: torch.device, group: Group = None) -> Tensor:
+def new_buffer(length: int, dtype: torch.dtype, device: torch.device, group: GroupLike = None) -> Tensor:
     """Zeros to be sent again and again: in memory that the backend need not copy, where it has such.
 
     All ranks of the group make theirs together.
     """
-    chosen = group or (dist.group.WORLD if dist.is_initialized() else None)
-    make_shared = getattr(chosen, "shared_empty", None)
+    make_shared = getattr(group_of(group).process_group, "shared_empty", None)
     shared: Tensor | None = make_shared(length, dtype) if make_shared is not None and device.type == "cpu" else None
     return torch.zeros(length, dtype=dtype, device=device) if shared is None else shared.zero_()
 
 
 class Pending:
-    """A collective on its way. `wait()` before touching its tensors."""
+    """A collective in flight. `wait()` before touching its tensors."""
 
     def __init__(self, work: dist.Work | None, entry: Entry | None = None, clock: torch.device | None = None) -> None:
         """`clock`: the device whose clock the entry is written by."""
@@ -85,7 +76,7 @@ def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) 
         return
     ledger = active_ledger()
     assert ledger is not None, "it is in one"
-    on_gpu = device.type == "cuda" and moves_cuda(group)
+    on_gpu = device.type == "cuda" and moves_cuda(group.native)
     if ledger.device.type == "cuda" and not (on_gpu and ledger.sees_ends):
         return  # what the host moves, ends by a clock that the device does not know
     clock = ledger.device
@@ -104,12 +95,12 @@ def _issue(
     operation: str, payload: Tensor, purpose: str, group: Group, start: Callable[[], dist.Work | None], parts: int = 1
 ) -> Pending:
     """Begin it, and note it. `payload`: the whole array that it is about, or one of its equal `parts`."""
-    if group_size(group) == 1:
+    if group.size == 1:
         return Pending(None)
     ledger, nbytes = active_ledger(), payload.nbytes * parts
     if ledger is None:
         return Pending(start())
-    entry, work = ledger.add(operation, purpose, group_size(group), nbytes), start()
+    entry, work = ledger.add(operation, purpose, group, nbytes), start()
     if work is not None:
         note_end(work, entry, payload.device, group)
     return Pending(work, entry, ledger.device)
@@ -117,26 +108,27 @@ def _issue(
 
 def _starting(payload: Tensor, group: Group, collective: Callable[..., dist.Work | None]) -> Callable[[], Any]:
     """How to begin one of torch.distributed's: on a GPU, on the group's stream."""
-    if group_size(group) > 1 and payload.is_cuda and moves_cuda(group):
-        return partial(on_its_stream, group, payload.device, partial(collective, group=group, async_op=False))
-    return partial(collective, group=group, async_op=True)
+    if group.size > 1 and payload.is_cuda and moves_cuda(group.native):
+        synchronous = partial(collective, group=group.native, async_op=False)
+        return partial(on_its_stream, group.native, payload.device, synchronous)
+    return partial(collective, group=group.process_group, async_op=True)
 
 
 # ---- all ranks to all ranks ---------------------------------------------------------------------------------
 
 
 def all_reduce_async(
-    tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native"
+    tensor: Tensor, op: Any = SUM, group: GroupLike = None, *, purpose: str = OTHER, algorithm: str = "native"
 ) -> Pending:
     """Begin to sum `tensor` over the ranks, in place: by the backend's own algorithm, or by one written by hand."""
-
+    group = group_of(group)
     native = _starting(tensor, group, partial(dist.all_reduce, tensor, op=op))
-    start = native if algorithm == "native" else partial(all_reduce_by_hand, tensor, algorithm, op, group)
+    start = native if algorithm == "native" else partial(all_reduce_by_hand, tensor, algorithm, op, group.process_group)
     return _issue("all_reduce", tensor, purpose, group, start)
 
 
 def all_reduce(
-    tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native"
+    tensor: Tensor, op: Any = SUM, group: GroupLike = None, *, purpose: str = OTHER, algorithm: str = "native"
 ) -> Tensor:
     """Sum `tensor` over the ranks, in place."""
     all_reduce_async(tensor, op, group, purpose=purpose, algorithm=algorithm).wait()
@@ -144,24 +136,28 @@ def all_reduce(
 
 
 def all_reduce_mean_async(
-    tensor: Tensor, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native"
+    tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER, algorithm: str = "native"
 ) -> Pending:
     """Begin to average `tensor` over the ranks, in place. (gloo's own AVG has summed: we sum, then divide.)"""
+    group = group_of(group)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise UserError(f"a mean is for floating-point tensors, and this one is {tensor.dtype}; call .float() first")
     pending = all_reduce_async(tensor, SUM, group, purpose=purpose, algorithm=algorithm)
-    return pending.then(lambda: tensor.div_(group_size(group)))
+    return pending.then(lambda: tensor.div_(group.size))
 
 
-def all_reduce_mean(tensor: Tensor, group: Group = None, *, purpose: str = OTHER, algorithm: str = "native") -> Tensor:
+def all_reduce_mean(
+    tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER, algorithm: str = "native"
+) -> Tensor:
     """Average `tensor` over the ranks, in place."""
     all_reduce_mean_async(tensor, group, purpose=purpose, algorithm=algorithm).wait()
     return tensor
 
 
-def all_gather_async(tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> tuple[Tensor, Pending]:
+def all_gather_async(tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER) -> tuple[Tensor, Pending]:
     """Begin to collect every rank's `tensor` (all of one shape): (ranks, *shape)."""
-    size = group_size(group)
+    group = group_of(group)
+    size = group.size
     gathered = tensor.new_empty((size, *tensor.shape))
     if size == 1:
         gathered[0] = tensor
@@ -170,63 +166,67 @@ def all_gather_async(tensor: Tensor, group: Group = None, *, purpose: str = OTHE
     return gathered, _issue("all_gather", gathered, purpose, group, start)
 
 
-def all_gather(tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> Tensor:
+def all_gather(tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER) -> Tensor:
     """Every rank's `tensor` (all of one shape): (ranks, *shape)."""
     gathered, pending = all_gather_async(tensor, group, purpose=purpose)
     pending.wait()
     return gathered
 
 
-def all_gather_into_async(output: Tensor, part: Tensor, group: Group = None, *, purpose: str = OTHER) -> Pending:
+def all_gather_into_async(output: Tensor, part: Tensor, group: GroupLike = None, *, purpose: str = OTHER) -> Pending:
     """Begin to fill `output`, 1-D, with every rank's `part`, end to end. `part` may be its own place in `output`."""
-    if group_size(group) == 1 and output.data_ptr() != part.data_ptr():
+    group = group_of(group)
+    if group.size == 1 and output.data_ptr() != part.data_ptr():
         output.copy_(part)
     start = _starting(output, group, partial(all_gather_single, output, part))
     return _issue("all_gather", output, purpose, group, start)
 
 
 def reduce_scatter_async(
-    output: Tensor, tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER
+    output: Tensor, tensor: Tensor, op: Any = SUM, group: GroupLike = None, *, purpose: str = OTHER
 ) -> Pending:
     """Begin to sum `tensor` over the ranks, of which each keeps its own n-th in `output`."""
-    if group_size(group) == 1 and output.data_ptr() != tensor.data_ptr():
+    group = group_of(group)
+    if group.size == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.view_as(output))
     start = _starting(tensor, group, partial(reduce_scatter_single, output, tensor, op=op))
     return _issue("reduce_scatter", tensor, purpose, group, start)
 
 
 def reduce_scatter(
-    output: Tensor, tensor: Tensor, op: Any = SUM, group: Group = None, *, purpose: str = OTHER
+    output: Tensor, tensor: Tensor, op: Any = SUM, group: GroupLike = None, *, purpose: str = OTHER
 ) -> Tensor:
     """Sum `tensor` over the ranks; each keeps its own n-th in `output`."""
     reduce_scatter_async(output, tensor, op, group, purpose=purpose).wait()
     return output
 
 
-def all_to_all_async(output: Tensor, tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> Pending:
+def all_to_all_async(output: Tensor, tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER) -> Pending:
     """Begin to send the r-th part of `tensor`'s rows to rank r; `output` is what the ranks send us, in their order."""
-    if group_size(group) == 1:
+    group = group_of(group)
+    if group.size == 1:
         output.copy_(tensor)
     start = _starting(tensor, group, partial(dist.all_to_all_single, output, tensor))
     return _issue("all_to_all", tensor, purpose, group, start)
 
 
-def all_to_all(output: Tensor, tensor: Tensor, group: Group = None, *, purpose: str = OTHER) -> Tensor:
+def all_to_all(output: Tensor, tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER) -> Tensor:
     """Send the r-th part of `tensor`'s rows to rank r; `output` is what the ranks send us, in their order."""
     all_to_all_async(output, tensor, group, purpose=purpose).wait()
     return output
 
 
-def barrier_async(group: Group = None, *, purpose: str = OTHER) -> Pending:
+def barrier_async(group: GroupLike = None, *, purpose: str = OTHER) -> Pending:
     """Say that this rank has come here; wait for the others later."""
-    on_gpu = group_size(group) > 1 and "nccl" in dist.get_backend(group)
+    group = group_of(group)
+    on_gpu = "nccl" in group.backend
     device_ids = [torch.cuda.current_device()] if on_gpu else None
     nothing = torch.empty(0, device="cuda" if on_gpu else "cpu")
-    start = partial(dist.barrier, group=group, async_op=True, device_ids=device_ids)
+    start = partial(dist.barrier, group=group.process_group, async_op=True, device_ids=device_ids)
     return _issue("barrier", nothing, purpose, group, start)
 
 
-def barrier(group: Group = None, *, purpose: str = OTHER) -> None:
+def barrier(group: GroupLike = None, *, purpose: str = OTHER) -> None:
     """Return when every rank has come here."""
     barrier_async(group, purpose=purpose).wait()
 
@@ -234,42 +234,57 @@ def barrier(group: Group = None, *, purpose: str = OTHER) -> None:
 # ---- from one rank, or to one -------------------------------------------------------------------------------
 
 
-def broadcast_async(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str = OTHER) -> Pending:
+def broadcast_async(tensor: Tensor, src: int = 0, group: GroupLike = None, *, purpose: str = OTHER) -> Pending:
     """Begin to copy rank `src`'s `tensor` to all, in place."""
+    group = group_of(group)
     start = _starting(tensor, group, partial(dist.broadcast, tensor, group_src=src))
     return _issue("broadcast", tensor, purpose, group, start)
 
 
-def broadcast(tensor: Tensor, src: int = 0, group: Group = None, *, purpose: str = OTHER) -> Tensor:
+def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None, *, purpose: str = OTHER) -> Tensor:
     """Copy rank `src`'s `tensor` to all, in place."""
     broadcast_async(tensor, src, group, purpose=purpose).wait()
     return tensor
 
 
-def reduce_async(tensor: Tensor, dst: int = 0, op: Any = SUM, group: Group = None, *, purpose: str = OTHER) -> Pending:
+def reduce_async(
+    tensor: Tensor, dst: int = 0, op: Any = SUM, group: GroupLike = None, *, purpose: str = OTHER
+) -> Pending:
     """Begin to sum `tensor` over the ranks, in place on rank `dst`; what the others hold afterwards is undefined."""
+    group = group_of(group)
     start = _starting(tensor, group, partial(dist.reduce, tensor, group_dst=dst, op=op))
     return _issue("reduce", tensor, purpose, group, start)
 
 
-def reduce(tensor: Tensor, dst: int = 0, op: Any = SUM, group: Group = None, *, purpose: str = OTHER) -> Tensor:
+def reduce(tensor: Tensor, dst: int = 0, op: Any = SUM, group: GroupLike = None, *, purpose: str = OTHER) -> Tensor:
     """Sum `tensor` over the ranks, in place on rank `dst`; what the others hold afterwards is undefined."""
     reduce_async(tensor, dst, op, group, purpose=purpose).wait()
     return tensor
 
 
 def scatter_async(
-    tensor: Tensor, parts: Sequence[Tensor] | None = None, src: int = 0, group: Group = None, *, purpose: str = OTHER
+    tensor: Tensor,
+    parts: Sequence[Tensor] | None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    purpose: str = OTHER,
 ) -> Pending:
     """Begin to give rank r the r-th of rank `src`'s `parts`, in `tensor`; only `src` gives parts."""
-    if group_size(group) == 1 and parts is not None:
+    group = group_of(group)
+    if group.size == 1 and parts is not None:
         tensor.copy_(parts[0])
     start = _starting(tensor, group, partial(dist.scatter, tensor, list(parts) if parts else None, group_src=src))
-    return _issue("scatter", tensor, purpose, group, start, group_size(group))
+    return _issue("scatter", tensor, purpose, group, start, group.size)
 
 
 def scatter(
-    tensor: Tensor, parts: Sequence[Tensor] | None = None, src: int = 0, group: Group = None, *, purpose: str = OTHER
+    tensor: Tensor,
+    parts: Sequence[Tensor] | None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    purpose: str = OTHER,
 ) -> Tensor:
     """Give rank r the r-th of rank `src`'s `parts`, in `tensor`; only `src` gives parts."""
     scatter_async(tensor, parts, src, group, purpose=purpose).wait()
@@ -277,17 +292,28 @@ def scatter(
 
 
 def gather_async(
-    tensor: Tensor, parts: Sequence[Tensor] | None = None, dst: int = 0, group: Group = None, *, purpose: str = OTHER
+    tensor: Tensor,
+    parts: Sequence[Tensor] | None = None,
+    dst: int = 0,
+    group: GroupLike = None,
+    *,
+    purpose: str = OTHER,
 ) -> Pending:
     """Begin to collect every rank's `tensor` in rank `dst`'s `parts`; only `dst` gives parts."""
-    if group_size(group) == 1 and parts is not None:
+    group = group_of(group)
+    if group.size == 1 and parts is not None:
         parts[0].copy_(tensor)
     start = _starting(tensor, group, partial(dist.gather, tensor, list(parts) if parts else None, group_dst=dst))
-    return _issue("gather", tensor, purpose, group, start, group_size(group))
+    return _issue("gather", tensor, purpose, group, start, group.size)
 
 
 def gather(
-    tensor: Tensor, parts: Sequence[Tensor] | None = None, dst: int = 0, group: Group = None, *, purpose: str = OTHER
+    tensor: Tensor,
+    parts: Sequence[Tensor] | None = None,
+    dst: int = 0,
+    group: GroupLike = None,
+    *,
+    purpose: str = OTHER,
 ) -> None:
     """Collect every rank's `tensor` in rank `dst`'s `parts`; only `dst` gives parts."""
     gather_async(tensor, parts, dst, group, purpose=purpose).wait()
@@ -296,22 +322,28 @@ def gather(
 # ---- from one rank to another -------------------------------------------------------------------------------
 
 
-def send_async(tensor: Tensor, dst: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Pending:
+def send_async(tensor: Tensor, dst: int, group: GroupLike = None, *, tag: int = 0, purpose: str = OTHER) -> Pending:
     """Begin to send `tensor` to rank `dst`."""
-    return _issue("send", tensor, purpose, group, lambda: dist.isend(tensor, group_dst=dst, group=group, tag=tag))
+    group = group_of(group)
+    return _issue(
+        "send", tensor, purpose, group, lambda: dist.isend(tensor, group_dst=dst, group=group.native, tag=tag)
+    )
 
 
-def send(tensor: Tensor, dst: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> None:
+def send(tensor: Tensor, dst: int, group: GroupLike = None, *, tag: int = 0, purpose: str = OTHER) -> None:
     """Send `tensor` to rank `dst`."""
     send_async(tensor, dst, group, tag=tag, purpose=purpose).wait()
 
 
-def recv_async(tensor: Tensor, src: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Pending:
+def recv_async(tensor: Tensor, src: int, group: GroupLike = None, *, tag: int = 0, purpose: str = OTHER) -> Pending:
     """Begin to fill `tensor` with what rank `src` sends."""
-    return _issue("recv", tensor, purpose, group, lambda: dist.irecv(tensor, group_src=src, group=group, tag=tag))
+    group = group_of(group)
+    return _issue(
+        "recv", tensor, purpose, group, lambda: dist.irecv(tensor, group_src=src, group=group.native, tag=tag)
+    )
 
 
-def recv(tensor: Tensor, src: int, group: Group = None, *, tag: int = 0, purpose: str = OTHER) -> Tensor:
+def recv(tensor: Tensor, src: int, group: GroupLike = None, *, tag: int = 0, purpose: str = OTHER) -> Tensor:
     """Fill `tensor` with what rank `src` sends."""
     recv_async(tensor, src, group, tag=tag, purpose=purpose).wait()
     return tensor
@@ -320,9 +352,10 @@ def recv(tensor: Tensor, src: int, group: Group = None, *, tag: int = 0, purpose
 # ---- objects ------------------------------------------------------------------------------------------------
 
 
-def all_gather_objects(value: Any, group: Group = None) -> list[Any]:
+def all_gather_objects(value: Any, group: GroupLike = None) -> list[Any]:
     """Every rank's `value`, pickled. For the odd report, not for the step."""
-    values = [value] * group_size(group)
+    group = group_of(group)
+    values = [value] * group.size
     if len(values) > 1:
-        dist.all_gather_object(values, value, group=group)
+        dist.all_gather_object(values, value, group=group.native)
     return values

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.intervals import covered
+from lockstep.layout.group import Group
 
 Mark = float | torch.cuda.Event
 """A moment: seconds of the host's clock, or an event on a CUDA stream."""
@@ -66,6 +67,8 @@ class Entry:
     operation: str
     purpose: str
     """What it carried: gradients, parameters, buffers; or bookkeeping: count, loss, flags."""
+    axis: str
+    """Along which axes of the layout the group lies: "shard", "replicate x shard"."""
     group_size: int
     nbytes: int
     """Payload S in bytes."""
@@ -74,6 +77,8 @@ class Entry:
     """Which bucket or block it is about."""
     wait_started: Mark | None = None
     wait_ended: Mark | None = None
+    awaited_later: bool = False
+    """It is in flight when its step ends, beside the next one: there the time counts that anybody waits for it."""
     ended: Mark | None = None
     """When the last byte had arrived, where that can be seen; never later than `wait_ended`."""
 
@@ -124,18 +129,22 @@ class Ledger:
 
     device: torch.device = torch.device("cpu")
     entries: list[Entry] = field(default_factory=list)
+    carried: list[Entry] = field(default_factory=list)
+    """Still in flight when this step began: they count here as time, and as traffic in the step that issued them."""
     started: Mark | None = None
     sees_ends: bool = False
     """On a GPU: note also when the collectives of engines that we did not write are over. Else that is always seen."""
 
     def open(self) -> None:
         """Begin a new step."""
+        self.carried = [e for e in self.entries if e.awaited_later and e.wait_ended is None]
         self.entries = []
         self.started = mark(self.device)
 
-    def add(self, operation: str, purpose: str, group_size: int, nbytes: int) -> Entry:
-        entry = Entry(operation, purpose, group_size, nbytes, mark(self.device), _subject)
+    def add(self, operation: str, purpose: str, group: Group, nbytes: int) -> Entry:
+        entry = Entry(operation, purpose, group.axis, group.size, nbytes, mark(self.device), _subject)
         entry.wait_started = entry.issued if _standing_still else None
+        entry.awaited_later = _awaited_later
         self.entries.append(entry)
         return entry
 
@@ -149,18 +158,28 @@ class Ledger:
 
     def exposed_seconds(self, *purposes: str, within: tuple[Mark, Mark] | None = None) -> float:
         """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""
-        return self._union(((e.wait_started, e.waited_until) for e in self.of(*(purposes or STEP_PURPOSES))), within)
+        waits = [(e.wait_started, e.waited_until) for e in self._timed(*(purposes or STEP_PURPOSES))]
+        return self._union(waits, within)
+
+    def _timed(self, *purposes: str) -> list[Entry]:
+        """What was in flight in this step and is over, or will be before it ends."""
+        return [e for e in [*self.carried, *self.entries] if e.purpose in purposes and not self._is_left(e)]
+
+    def _is_left(self, entry: Entry) -> bool:
+        """For the next step to wait for."""
+        return entry.awaited_later and entry.wait_ended is None
 
     def busy_seconds(self) -> float | None:
-        """Time in which some communication was on its way. None: the ends of some are not seen.
+        """Time in which some communication was in flight. None: the ends of some are not seen.
 
         The step's own few bytes count as far as it waits for them: that nobody waits for 16 bytes hides nothing.
         """
-        model = self.of(*MODEL_PURPOSES)
+        model = self._timed(*MODEL_PURPOSES)
         if any(entry.over is None for entry in model):
             return None
-        waits = [(e.wait_started, e.waited_until) for e in self.of(*STEP_PURPOSES)]
-        return self._union([*((e.issued, e.over) for e in model), *waits])
+        waits = [(e.wait_started, e.waited_until) for e in self._timed(*STEP_PURPOSES)]
+        flights = [(self.started if e in self.carried else e.issued, e.over) for e in model]
+        return self._union([*flights, *waits])
 
     def _union(
         self, intervals: Iterable[tuple[Mark | None, Mark | None]], within: tuple[Mark, Mark] | None = None
@@ -176,6 +195,7 @@ class Ledger:
 _active: Ledger | None = None
 _subject = ""
 _standing_still = False
+_awaited_later = False
 
 
 def active_ledger() -> Ledger | None:
@@ -203,6 +223,17 @@ def standing_still() -> Iterator[None]:
         yield
     finally:
         _standing_still = before
+
+
+@contextmanager
+def awaited_later(so: bool = True) -> Iterator[None]:
+    """What is issued inside is waited for in the next step."""
+    global _awaited_later
+    before, _awaited_later = _awaited_later, so
+    try:
+        yield
+    finally:
+        _awaited_later = before
 
 
 @contextmanager

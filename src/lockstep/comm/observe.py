@@ -18,25 +18,26 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import note_end
 from lockstep.comm.ledger import Entry, active_ledger, mark
+from lockstep.layout.group import Group, group_of
 
 
 class ObservedGroup(dist.ProcessGroup):
     """Delegates to `inner`, noting what is issued. The engine waits in C++, out of sight: see `waits_until_now`."""
 
-    def __init__(self, inner: dist.ProcessGroup, broadcasts: str) -> None:
+    def __init__(self, group: Group, broadcasts: str) -> None:
         """`broadcasts`: the purpose of the engine's broadcasts, which do not say what they are for."""
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
-        self.inner, self.broadcasts = inner, broadcasts
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+        self.group, self.inner, self.broadcasts = group, group.native, broadcasts
         self._open: list[Entry] = []
 
     def _note(self, operation: str, purpose: str, tensors: list[torch.Tensor], work: dist.Work) -> dist.Work:
         ledger = active_ledger()
         if ledger is not None:
-            entry = ledger.add(operation, purpose, self.size(), sum(t.nbytes for t in tensors))
+            entry = ledger.add(operation, purpose, self.group, sum(t.nbytes for t in tensors))
             if purpose == "gradients":
                 entry.subject = f"bucket {len(self._open)}"
                 self._open.append(entry)
-            note_end(work, entry, tensors[0].device, self.inner)
+            note_end(work, entry, tensors[0].device, self.group)
         return work
 
     def waits_until_now(self, device: torch.device) -> None:
@@ -75,9 +76,9 @@ class ObservedGroup(dist.ProcessGroup):
 
 
 @contextmanager
-def observed(operation: str, purpose: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+def observed(operation: str, purpose: str, tensor: torch.Tensor, group: Group) -> Iterator[None]:
     ledger = active_ledger()
-    entry = ledger.add(operation, purpose, group.size(), tensor.nbytes) if ledger is not None else None
+    entry = ledger.add(operation, purpose, group, tensor.nbytes) if ledger is not None else None
     yield
     if entry is not None:
         entry.ended = mark(tensor.device)
@@ -89,27 +90,26 @@ Watched = dict[str, tuple[str, str, int]]
 """Method -> (operation, purpose, which argument is the whole array)."""
 
 
-def note_calls(target: Any, watched: Watched) -> None:
+def note_calls(target: Any, watched: Watched, axis: str) -> None:
     """Have these methods of `target` write themselves into the ledger; asked for again, it does nothing."""
     if getattr(target, "noted_by_lockstep", False):
         return
     target.noted_by_lockstep = True
     for name, (operation, purpose, position) in watched.items():
-        setattr(target, name, _noting(getattr(target, name), operation, purpose, position))
+        setattr(target, name, _noting(getattr(target, name), operation, purpose, position, axis))
 
 
-def _noting(call: Any, operation: str, purpose: str, position: int) -> Any:
+def _noting(call: Any, operation: str, purpose: str, position: int, axis: str) -> Any:
     names = ("output_tensor", "input_tensor") if operation in ("all_gather", "reduce_scatter") else ("tensor",)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         ledger = active_ledger()
         if ledger is not None:
             tensor = args[position] if len(args) > position else kwargs[names[position]]
-            group = kwargs.get("group")
-            size = dist.get_world_size(group)
+            group = group_of(kwargs.get("group"), axis)
             small = tensor.numel() <= 1  # the norm
-            if size > 1:
-                entry = ledger.add(operation, "norm" if small else purpose, size, tensor.nbytes)
+            if group.size > 1:
+                entry = ledger.add(operation, "norm" if small else purpose, group, tensor.nbytes)
                 work = call(*args, **kwargs)
                 if work is not None:
                     note_end(work, entry, tensor.device, group)

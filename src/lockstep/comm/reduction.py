@@ -31,6 +31,11 @@ def reduction(reduce_op: Any, dtype: torch.dtype) -> tuple[Combine, bool]:
     return _reduction(reduce_op if isinstance(reduce_op, Op) else reduce_op.op, dtype)
 
 
+def reduction_name(reduce_op: Any) -> str:
+    name: str = (reduce_op if isinstance(reduce_op, Op) else reduce_op.op).name
+    return name
+
+
 @lru_cache
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[Combine, bool]:
     combine = COMBINE.get(op)

@@ -1,49 +1,59 @@
 """Ranges: what a type cannot say about a value."""
 
+import dataclasses
 from typing import Any
 
 from lockstep.config.schema import Config
 from lockstep.errors import UserError
 
-# key -> (smallest allowed value, largest allowed value); None: no bound.
-RANGES: dict[str, tuple[float, float | None]] = {
-    "model.layers": (1, None),
-    "model.width": (1, None),
-    "model.channels": (1, None),
-    "model.hidden": (1, None),
-    "model.d_model": (1, None),
-    "model.heads": (1, None),
-    "model.kv_heads": (1, None),
-    "model.context": (1, None),
-    "model.vocabulary": (2, None),
+WIDTH, COUNT, AMOUNT = 10_000_000, 10**12, 1e9
+"""Bounds that nobody needs and a slip of the finger exceeds: of a layer's sizes, of what is counted, of the rest."""
+
+# key -> (smallest allowed value, largest allowed value)
+RANGES: dict[str, tuple[float, float]] = {
+    "model.layers": (1, 100_000),
+    "model.width": (1, WIDTH),
+    "model.channels": (1, WIDTH),
+    "model.hidden": (1, WIDTH),
+    "model.d_model": (1, WIDTH),
+    "model.heads": (1, WIDTH),
+    "model.kv_heads": (1, WIDTH),
+    "model.context": (1, 1_000_000_000),
+    "model.vocabulary": (2, 1_000_000_000),
     "model.dropout": (0, 0.99),
-    "data.samples": (1, None),
-    "data.shape": (1, None),
-    "data.classes": (1, None),
-    "data.max_bytes": (1, None),
-    "train.epochs": (1, None),
-    "train.steps": (1, None),
-    "train.batch_size": (1, None),
-    "train.accumulation": (1, None),
-    "train.lr": (0, None),
+    "data.samples": (1, COUNT),
+    "data.shape": (1, WIDTH),
+    "data.classes": (1, WIDTH),
+    "data.max_bytes": (1, COUNT),
+    "train.epochs": (1, COUNT),
+    "train.steps": (1, COUNT),
+    "train.batch_size": (1, COUNT),
+    "train.accumulation": (1, COUNT),
+    "train.lr": (0, 1e6),
     "train.momentum": (0, 1),
-    "train.weight_decay": (0, None),
-    "train.warmup_steps": (0, None),
-    "train.clip_norm": (0, None),
-    "train.evaluate_every": (0, None),
-    "train.log_every": (1, None),
-    "train.recompute_every": (1, None),
-    "lora.rank": (0, None),
-    "lora.alpha": (0, None),
-    "checkpoint.every": (0, None),
-    "checkpoint.keep_last": (0, None),
-    "parallel.bucket_mb": (0, None),
-    "parallel.shard_size": (1, None),
-    "parallel.prefetch": (0, None),
+    "train.betas": (0, 0.999999999),
+    "train.weight_decay": (0, 1e6),
+    "train.warmup_steps": (0, COUNT),
+    "train.lr_decay": (0, 1e6),
+    "train.lr_milestones": (0, 1),
+    "train.clip_norm": (1e-12, AMOUNT),
+    "train.evaluate_every": (0, COUNT),
+    "train.log_every": (1, COUNT),
+    "train.recompute_every": (1, COUNT),
+    "train.seed": (0, 2**62),
+    "lora.rank": (0, WIDTH),
+    "lora.alpha": (0, AMOUNT),
+    "checkpoint.every": (0, COUNT),
+    "checkpoint.keep_last": (0, COUNT),
+    "parallel.bucket_mb": (0, AMOUNT),
+    "parallel.shard_size": (1, COUNT),
+    "parallel.replicate": (-1, COUNT),
+    "parallel.shard": (-1, COUNT),
+    "parallel.prefetch": (0, COUNT),
     "parallel.topk_ratio": (1e-9, 1),
-    "parallel.powersgd_rank": (1, None),
-    "parallel.sync_every": (1, None),
-    "parallel.outer_lr": (0, None),
+    "parallel.powersgd_rank": (1, WIDTH),
+    "parallel.sync_every": (1, COUNT),
+    "parallel.outer_lr": (0, 1e6),
     "parallel.outer_momentum": (0, 1),
 }
 
@@ -54,6 +64,17 @@ def check_ranges(config: Config) -> None:
         section, name = key.split(".")
         value: Any = getattr(getattr(config, section), name, None)
         for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and not (low <= number and (high is None or number <= high)):
-                allowed = f"{low:g} or more" if high is None else f"from {low:g} to {high:g}"
-                raise UserError(f"{key} is {value}, but it must be {allowed}")
+            if number is not None and not low <= number <= high:  # NaN is in no range
+                raise UserError(f"{key} is {_shortly(value)}, but it must be from {low:,.10g} to {high:,.10g}")
+    for degree in ("replicate", "shard"):
+        if getattr(config.parallel, degree) == 0:
+            raise UserError(f"parallel.{degree} is 0, but it must be 1 or more, or -1 for the rest of the ranks")
+    for section, values in dataclasses.asdict(config).items():
+        for name, value in values.items():
+            if isinstance(value, str) and "\0" in value:
+                raise UserError(f"{section}.{name} has a NUL character in it, which no name may have")
+
+
+def _shortly(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"

@@ -135,14 +135,47 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"key {twice[0]} is given twice (line {node.start_mark.line + 1} ff.)")
         return super().construct_mapping(node, deep)
 
+    def get_single_node(self) -> yaml.Node | None:
+        """As it is composed, before anything is made of it: aliases may stand for more than anybody wants to read."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _count_nodes(node, [])
+        return node
+
+
+MOST_NODES = 10_000
+"""Values of a config, those that aliases stand for counted each time."""
+MOST_BYTES = 1_000_000
+
+
+def _count_nodes(node: yaml.Node, above: list[yaml.Node]) -> int:
+    if any(node is one for one in above):
+        raise yaml.YAMLError("an anchor contains itself")
+    total = 1
+    children = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
+    for child in children:
+        for one in child if isinstance(child, tuple) else (child,):
+            total += _count_nodes(one, [*above, node])
+            if total > MOST_NODES:
+                raise yaml.YAMLError(f"it has more than {MOST_NODES:,} values, counting what aliases (*) stand for")
+    return total
+
 
 def read_yaml(file: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise UserError(f"{file}: is longer than {MOST_BYTES:,} characters, which no config is")
+        values = yaml.load(text, Loader=_StrictLoader)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); ready configs are in configs/") from None
+        raise UserError(f"{file}: cannot be read ({error.strerror}); ready configs are in configs/") from error
+    except UserError:
+        raise
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{file}: is not valid YAML: {' '.join(str(error).split())[:300]}") from error
+    except (ValueError, OverflowError, RecursionError) as error:  # a date that is none, a number of 5,000 digits
+        raise UserError(f"{file}: has a value that cannot be: {' '.join(str(error).split())[:200]}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -163,8 +163,15 @@ class Parallel:
     recursive_doubling, halving_doubling, double_tree, hierarchical, or auto (the fastest by the cost model)."""
     sharding: Sharding = "FULL_SHARD"
     """Of fsdp; zero3 knows the first two. SHARD_GRAD_OP keeps parameters whole from forward to backward."""
+    replicate: int | None = None
+    """Copies of the parameters. -1: the rest of the ranks. None: all ranks under naive to ddp, one copy under zero1 to
+    fsdp, and what HYBRID_SHARD needs."""
+    shard: int | None = None
+    """Ranks that hold one copy together. -1: the rest. None: under zero1 to fsdp all, or what replicate leaves."""
     shard_size: int | None = None
     """Ranks that hold one copy together under HYBRID_SHARD. None: those of a machine; on one machine, half of them."""
+    reduce_dtype: Literal["fp32", "compute"] = "fp32"
+    """What zero3 and fsdp reduce gradients in, where they compute in bf16 or fp16."""
     prefetch: int = 1
     """Units that zero3 gathers ahead."""
     offload: Literal["none", "cpu", "nvme"] = "none"

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.config import schema
 from lockstep.data.dataset import DataSpec
 from lockstep.errors import UserError
 from lockstep.models.cnn import CNN
+from lockstep.models.deferred import seeded
 from lockstep.models.gpt import GPT, SIZES, Shape
 from lockstep.models.mlp import MLP
 from lockstep.models.resnet import ResNet
@@ -18,8 +18,7 @@ def build_model(config: schema.Model, spec: DataSpec, seed: int | None = None) -
     """The network that `config` names, for data that looks like `spec`; the same weights for the same seed."""
     if seed is None:
         return _build(config, spec)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return _build(config, spec)
 
 

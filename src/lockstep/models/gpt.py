@@ -60,6 +60,32 @@ def ends_branch(linear: nn.Linear, shape: Shape) -> nn.Linear:
     return linear
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """RoPE's table: cosine and sine of position x frequency, each (tokens, head_size / 2), in fp32 or better.
+
+    Not a tensor, so that engines that cast a block's inputs to bf16 (zero3, fsdp) leave it as it is: in bf16
+    neighbouring positions beyond some hundreds would have the same angle.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, head_size: int, dtype: torch.dtype) -> "Rotation":
+        """Cheap enough to make per forward."""
+        exponent = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64) / head_size
+        angle = positions.to(torch.float64)[:, None] * 10_000.0**-exponent
+        wide = torch.promote_types(dtype, torch.float32)
+        return cls(angle.cos().to(wide), angle.sin().to(wide))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Turn each pair (first half, second half) of a head's features by its angle."""
+        first, second = x.chunk(2, dim=-1)
+        turned = (first * self.cosine - second * self.sine, first * self.sine + second * self.cosine)
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Causal self-attention; `kv_heads` < `heads` shares each key and value head among several queries."""
 
@@ -71,7 +97,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.d_model, shape.d_model + 2 * kv_width, bias=bias)
         self.output = ends_branch(nn.Linear(shape.d_model, shape.d_model, bias=bias), shape)
 
-    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         batch, tokens, d_model = x.shape
         shape = self.shape
         kv_width = shape.kv_heads * shape.head_size
@@ -81,7 +107,7 @@ class Attention(nn.Module):
         k = k.view(batch, tokens, shape.kv_heads, shape.head_size).transpose(1, 2)
         v = v.view(batch, tokens, shape.kv_heads, shape.head_size).transpose(1, 2)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = rotation.rotate(q), rotation.rotate(k)
         with attention_kernel(shape.attention):
             y = F.scaled_dot_product_attention(
                 q,
@@ -107,20 +133,6 @@ def attention_kernel(name: str) -> AbstractContextManager[None]:
     }
     chosen: AbstractContextManager[None] = sdpa_kernel(backends[name])
     return chosen
-
-
-def rotation_table(tokens: int, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """RoPE: cosine and sine of position x frequency, (2, tokens, head_size / 2). Cheap enough to make per forward."""
-    frequency = 10_000.0 ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float64) / head_size)
-    angle = torch.arange(tokens, device=device, dtype=torch.float64)[:, None] * frequency
-    return torch.stack((angle.cos(), angle.sin())).to(dtype)
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (first half, second half) of a head's features by its angle."""
-    cosine, sine = rotation.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
 
 def is_plain(linear: nn.Module) -> bool:
@@ -161,7 +173,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
         y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return y
@@ -194,10 +206,11 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         x = self.token_embedding(tokens)  # (batch, tokens, d_model)
         rotation = None
+        positions = torch.arange(length, device=tokens.device)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(torch.arange(length, device=tokens.device))
+            x = x + self.position_embedding(positions)
         else:
-            rotation = rotation_table(length, self.shape.head_size, x.device, x.dtype)
+            rotation = Rotation.of(positions, self.shape.head_size, x.dtype)
         if self.shape.residual == "compute" and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:

@@ -1,11 +1,11 @@
-"""Gradients that travel together: one flat buffer, and each parameter's gradient a view of it.
+"""Gradients that are all-reduced together: one flat buffer, and each parameter's gradient a view of it.
 
     buffer   [ grad of p0 | grad of p1 | ... | used p0 | used p1 | ... ]
 
 The tail holds one number per parameter: 1 where this rank's backward produced a gradient. Summed with the gradients it
 tells how many ranks used the parameter, so that "unused everywhere" (`grad` stays None) and "unused here" (`grad`
 becomes the average) are told apart without a collective of their own. The last bucket may carry one number more: 1
-where this rank has gradients that came too late for their bucket.
+where this rank has late gradients, that came after their bucket had been issued.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Group, Pending, all_reduce_async, group_size, new_buffer
+from lockstep.comm.collectives import Pending, all_reduce_async, new_buffer
+from lockstep.layout.group import GroupLike, group_of
 
 T = TypeVar("T", bound=Tensor)
 FIRST_BUCKET_SHARE = 1 / 3
@@ -25,12 +26,12 @@ class Bucket:
     def __init__(
         self,
         parameters: list[nn.Parameter],
-        group: Group = None,
+        group: GroupLike = None,
         tells_late: bool = False,
         algorithm: str = "native",
     ) -> None:
-        self.parameters, self.group, self.algorithm = parameters, group, algorithm
-        self.scale = 1.0 / group_size(group)
+        self.parameters, self.group, self.algorithm = parameters, group_of(group), algorithm
+        self.scale = 1.0 / self.group.size
         count = sum(p.numel() for p in parameters)
         like = parameters[0]
         self.buffer = new_buffer(count + len(parameters) + tells_late, like.dtype, like.device, group)
@@ -45,7 +46,7 @@ class Bucket:
             self.views.append(_view_like(self.gradients[self.slices[-1]], parameter))
             start += parameter.numel()
         self.finish: Callable[[], None] | None = None
-        """Set while a reduction is on its way; waits for it."""
+        """Set while a reduction is in flight; waits for it."""
         self.reset()
 
     def reset(self) -> None:
@@ -58,8 +59,7 @@ class Bucket:
         """Move a parameter's gradient into the buffer, divided by the number of ranks in the same pass.
 
         Dividing before the sum makes the sum a mean, and keeps fp16 from overflowing. Until the mean is there the
-        parameter has no gradient: another backward must not add to a buffer that is on its way, and an optimizer
-        that does not wait for the mean must not step with half of it.
+        parameter has no gradient: another backward must not add to a buffer that is in flight.
         """
         parameter, view = self.parameters[index], self.views[index]
         assert parameter.grad is not None

@@ -3,19 +3,19 @@
 How the communication goes, per step:
 
 1. forward and backward run on each rank's own samples; autograd produces the gradients from the last layer to the first
-2. gradients are moved into buckets, and each bucket is all-reduced; the four modes differ only in what a bucket is and
-   when it leaves:
+2. gradients are copied into buckets, and each bucket is all-reduced; the four modes differ only in what a bucket is and
+   when its all-reduce is issued:
 
-       sync       a bucket is                    it leaves
+       sync       a bucket is                    its all-reduce is issued
        naive      one parameter                  after backward, one after the other
        flat       all parameters                 after backward
-       overlap    one parameter                  as soon as autograd has produced it
-       bucketed   parameters up to `bucket_mb`   as soon as autograd has produced them all
+       overlap    one parameter                  as soon as its gradient is ready
+       bucketed   parameters up to `bucket_mb`   as soon as all its gradients are ready
 
-3. `finish_gradient_synchronization()` waits; now `p.grad` is the mean over the ranks, and every rank's optimizer takes
-   the same step
+3. when backward is over, what has not been issued is, and all are waited for; then `p.grad` is the mean over the ranks,
+   and every rank's optimizer takes the same step
 
-Buckets always leave in the same order on every rank, whatever order their gradients come in: collectives are matched
+All-reduces are issued in the same order on every rank, whatever order the gradients come in: collectives are matched
 by order, and a rank that skips a parameter must not swap two of them.
 """
 
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.by_hand import check_algorithm
-from lockstep.comm.collectives import Group, all_gather, group_size
+from lockstep.comm.collectives import all_gather
 from lockstep.comm.hosts import any_rank, flag_device
 from lockstep.comm.ledger import about, standing_still
 from lockstep.errors import UserError
+from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
 from lockstep.parallel.compression import make_reducer
 from lockstep.parallel.wrapper import GradientWrapper, broadcast_module, check_same_model
@@ -39,12 +40,12 @@ MIB = 1024 * 1024
 
 
 class DataParallel(GradientWrapper):
-    """Wraps a module; call it like the module, and `finish_gradient_synchronization()` between backward and step.
+    """Wraps a module; call it like the module.
 
     model = DataParallel(model, sync="bucketed")
-    model(inputs).sum().backward()
-    model.finish_gradient_synchronization()
+    model(inputs).sum().backward()  # now p.grad is the mean over the ranks
     optimizer.step()
+    optimizer.zero_grad()
     """
 
     def __init__(
@@ -52,35 +53,40 @@ class DataParallel(GradientWrapper):
         module: nn.Module,
         sync: Sync = "bucketed",
         bucket_mb: float = 25.0,
-        process_group: Group = None,
+        process_group: GroupLike = None,
         compression: str = "none",
         topk_ratio: float = 0.01,
         powersgd_rank: int = 4,
         algorithm: str = "native",
+        manual: bool = False,
     ) -> None:
-        """`algorithm`: the backend's own all-reduce, one of `comm/algorithms.py` (ring, tree, ...), or auto."""
-        super().__init__(module, process_group)
+        """`algorithm`: the backend's own all-reduce, one of `comm/algorithms.py` (ring, tree, ...), or auto.
+
+        `manual`: gradients are the mean only after `finish_gradient_synchronization()`.
+        """
+        super().__init__(module, group_of(process_group, "replicate"), manual)
         if sync not in get_args(Sync):
             raise UserError(f"sync is {sync!r}, but it must be one of {', '.join(get_args(Sync))}")
         check_algorithm(algorithm)
-        self.sync, self._size = sync, group_size(process_group)
-        check_same_model(module, process_group)
-        broadcast_module(module, process_group)
+        self.sync = sync
+        check_same_model(module, self.group)
+        broadcast_module(module, self.group)
 
         trainable = [p for p in module.parameters() if p.requires_grad]
         sparse = _sparse_parameters(module)
         self._sparse = [p for p in trainable if p in sparse]
         dense = [p for p in trainable if p not in sparse]
         make_reducer(compression, topk_ratio, powersgd_rank)  # refuses a wrong name, at world size 1 too
-        groups = self._group(dense, bucket_mb) if self._size > 1 else []
-        self._watches = sync in ("overlap", "bucketed")
-        self.buckets = [Bucket(g, process_group, self._watches and g is groups[-1], algorithm) for g in groups]
+        groups = self._group(dense, bucket_mb) if self.group.size > 1 else []
+        self._overlaps = sync in ("overlap", "bucketed")
+        self.buckets = [Bucket(g, self.group, self._overlaps and g is groups[-1], algorithm) for g in groups]
         self._reducers = [make_reducer(compression, topk_ratio, powersgd_rank) for _ in self.buckets]
-        self._launched = 0  # buckets of this round that are on their way: always the first ones
-        if self._watches:
-            for number, bucket in enumerate(self.buckets):
-                for index, parameter in enumerate(bucket.parameters):
-                    self._watch(parameter, number, index)
+        self._issued = 0  # all-reduces of this round that are in flight: always those of the first buckets
+        for number, bucket in enumerate(self.buckets):
+            for index, parameter in enumerate(bucket.parameters):
+                self._watch(parameter, number, index)
+        for parameter in self._sparse if self.group.size > 1 else []:
+            self._watch(parameter, -1, 0)
 
     def _group(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
         if self.sync == "flat":
@@ -98,70 +104,70 @@ class DataParallel(GradientWrapper):
         """
         weak_self = weakref.ref(self)
 
-        def gradient_is_there(_: Tensor) -> None:
+        def gradient_ready(_: Tensor) -> None:
             wrapper = weak_self()
             if wrapper is None or not wrapper._synchronizing:
                 return
-            bucket = wrapper.buckets[number]
-            if not bucket.placed[index]:  # else it came late: see `_close_round`
-                bucket.place(index)
-                if bucket.missing == 0:
-                    wrapper._launch_full_buckets()
+            wrapper.backward_began()
+            if wrapper._overlaps and number >= 0:
+                bucket = wrapper.buckets[number]
+                if not bucket.placed[index]:  # else it is late: see `_finish_all_reduces`
+                    bucket.place(index)
+                    if bucket.missing == 0:
+                        wrapper._issue_ready_buckets()
 
-        parameter.register_post_accumulate_grad_hook(gradient_is_there)
+        parameter.register_post_accumulate_grad_hook(gradient_ready)
 
-    def _launch_full_buckets(self) -> None:
-        """In order, as far as they are full; the last one leaves in `finish_gradient_synchronization` only."""
-        while self._launched < len(self.buckets) - 1 and self.buckets[self._launched].missing == 0:
-            self._launch_next()
+    def _issue_ready_buckets(self) -> None:
+        """In order, as far as they are ready; the last one is issued when backward is over."""
+        while self._issued < len(self.buckets) - 1 and self.buckets[self._issued].missing == 0:
+            self._issue_next()
 
-    def _launch_next(self) -> None:
-        bucket = self.buckets[self._launched]
+    def _issue_next(self) -> None:
+        bucket = self.buckets[self._issued]
         bucket.raise_flags()
-        with about(f"bucket {self._launched}"):
-            bucket.finish = self._reducers[self._launched].start(bucket)
-        self._launched += 1
+        with about(f"bucket {self._issued}"):
+            bucket.finish = self._reducers[self._issued].start(bucket)
+        self._issued += 1
 
-    # ---- between backward and the optimizer -------------------------------------------------------------
+    # ---- when backward is over ---------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def finish_gradient_synchronization(self) -> None:
-        """Make every `p.grad` the mean over the ranks. Every rank must call it, once per step."""
-        if self._size == 1 or not self._synchronizing:
+    def close_round(self) -> None:
+        if self.group.size == 1:
             return
-        while self._close_round():
+        while self._finish_all_reduces():
             pass
         for parameter in self._sparse:
             average_sparse_gradient(parameter, self.group)
 
-    def _close_round(self) -> bool:
-        """Send what has not left yet and wait for everything. True if some rank needs another round.
+    def _finish_all_reduces(self) -> bool:
+        """Issue what has not been issued and wait for everything. True if some rank has late gradients.
 
-        A gradient comes late if its parameter's first is already in the bucket: after a second backward, or with
-        re-entrant checkpointing. It then stands alone in `p.grad`. The last bucket tells all ranks whether any has
-        such a one (on GPUs their hosts do, rather than wait for it); if so, each adds its own to the mean, and the next
-        round averages again: the mean over the ranks of (mean of the first + own late one) is the mean of both.
+        A gradient is late if its parameter's first is already in the bucket: with re-entrant checkpointing, or (manual)
+        after a second backward. It then stands alone in `p.grad`. The last bucket tells all ranks whether any has such
+        a one (on GPUs their hosts do, rather than wait for it); if so, each adds its own to the mean, and everything is
+        averaged once more: the mean over the ranks of (mean of the first + own late one) is the mean of both.
         """
         late = [(p, p.grad) for bucket in self.buckets for p in bucket.late_parameters()]
         for parameter, _ in late:
             parameter.grad = None
         if self.buckets:
             self.buckets[-1].has_late_gradients = bool(late)
-        while self._launched < len(self.buckets):
-            self.buckets[self._launched].place_rest()
+        while self._issued < len(self.buckets):
+            self.buckets[self._issued].place_rest()
             with standing_still():  # backward is over
-                self._launch_next()
+                self._issue_next()
             if self.sync == "naive":
-                self.buckets[self._launched - 1].hand_over()
+                self.buckets[self._issued - 1].hand_over()
         if self.sync != "naive":
             for bucket in self.buckets:
                 bucket.hand_over()
-        self._launched = 0
+        self._issued = 0
         for parameter, gradient in late:
             assert parameter.grad is not None
             assert gradient is not None
             parameter.grad.add_(gradient)
-        if not self.buckets or not self._watches:
+        if not self.buckets or not self._overlaps:
             return False
         last = self.buckets[-1]
         device = last.buffer.device
@@ -170,14 +176,15 @@ class DataParallel(GradientWrapper):
         return any_rank(bool(late), device, self.group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the module's; also drops a step that was begun and not finished, on every rank alike.
+        """As the module's; also drops a round that was begun and not closed, on every rank alike.
 
-        Ranks may have launched different numbers of buckets, so the round is closed before it is forgotten.
+        Ranks may have issued different numbers of all-reduces, so the round is closed before it is dropped.
         """
-        if any(any(bucket.placed) for bucket in self.buckets):
+        if self._round_is_open or any(any(bucket.placed) for bucket in self.buckets):
             with torch.no_grad():
-                self._close_round()
+                self._finish_all_reduces()
             self.forget_step()
+            self._round_is_open = False
         super().zero_grad(set_to_none)
 
     # ---- state -------------------------------------------------------------------------------------------
@@ -204,7 +211,7 @@ def _sparse_parameters(module: nn.Module) -> set[Tensor]:
     return {layer.weight for layer in layers}
 
 
-def average_sparse_gradient(parameter: nn.Parameter, group: Group = None) -> None:
+def average_sparse_gradient(parameter: nn.Parameter, group: GroupLike = None) -> None:
     """Average a row-sparse gradient: gather every rank's (row, values) pairs, padded to the longest, and add up."""
     gradient = parameter.grad
     if gradient is not None:
@@ -225,5 +232,5 @@ def average_sparse_gradient(parameter: nn.Parameter, group: Group = None) -> Non
     all_rows = all_gather(padded_rows, group=group, purpose="gradients")
     all_values = all_gather(padded_values, group=group, purpose="gradients")
     own = torch.arange(longest, device=rows.device) < counts[:, :1]  # (ranks, longest): not padding
-    size = group_size(group)
-    parameter.grad = torch.sparse_coo_tensor(all_rows[own][None], all_values[own] / size, parameter.shape).coalesce()
+    mean = all_values[own] / group_of(group).size
+    parameter.grad = torch.sparse_coo_tensor(all_rows[own][None], mean, parameter.shape).coalesce()

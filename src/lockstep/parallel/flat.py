@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.comm.collectives import Group, all_gather_into_async
+from lockstep.comm.collectives import all_gather_into_async
+from lockstep.layout.group import GroupLike
 
 ALIGNMENT = 16
 """Bytes. Tensors begin at a multiple of it: matrix units read misaligned ones slowly, or not at all."""
@@ -72,7 +73,7 @@ class FlatLayout:
             view.copy_(tensor)
         return views
 
-    def gathered(self, part: Tensor, group: Group = None) -> list[Tensor]:
+    def gathered(self, part: Tensor, group: GroupLike = None) -> list[Tensor]:
         """Every tensor whole, put together from all ranks' parts. Every rank must call it."""
         flat = part.new_empty(self.length)
         all_gather_into_async(flat, part.detach().contiguous(), group, purpose="check").wait()

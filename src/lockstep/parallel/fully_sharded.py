@@ -3,47 +3,64 @@
 The model is cut into units (by default its blocks). A rank holds one n-th of every unit, and a whole unit only while it
 computes. How the communication goes, per step, with three units:
 
-    forward    gather 0 | compute 0   | compute 1   | compute 2
-                        | gather 1    | gather 2    |             a unit is freed when its forward is over
-    backward            | compute 2   | compute 1   | compute 0
-               gather 2 | gather 1    | gather 0    | reduce 0    and again when its backward is over
-                                      | reduce 2    | reduce 1
+    forward                | compute 0       | compute 1       | compute 2
+              all-gather 0 | all-gather 1    | all-gather 2    |
+                                             | reshard 0       | reshard 1       | reshard 2
 
-1. before a unit computes, its pieces are all-gathered (Ψ(n-1)/n bytes over all units); the next unit's are on their way
-   meanwhile, in forward and in backward, and at most `prefetch` units ahead
-2. backward needs the whole unit again: another Ψ(n-1)/n
+    backward               | compute 2       | compute 1       | compute 0       |
+              all-gather 2 | all-gather 1    | all-gather 0    | reduce-scatter 1| reduce-scatter 0
+                                             | reduce-scatter 2, reshard 2
+
+1. before a unit computes, its pieces are all-gathered (Ψ(n-1)/n bytes over all units); the all-gather of the next unit
+   is in flight meanwhile, in forward and in backward: at most `prefetch` units ahead
+2. when its forward is over a unit is resharded: its memory is released. Backward gathers it again: another Ψ(n-1)/n
 3. when a unit's backward is over, its whole gradients are reduce-scattered: each rank receives the mean of its own part
-   (Ψ(n-1)/n), and the whole ones are gone
+   (Ψ(n-1)/n), and the whole ones are released
 
 3Ψ(n-1)/n in all, for memory of (parameters + gradients + optimizer state) / n and one or two units. Parameters outside
 every unit are held by every rank and their gradients all-reduced; so are those that two units share.
+
+How we know where we are. Forward hooks tell when a block begins and ends; a block's backward begins with the gradient
+of its output (a hook on it) and ends with that of its input (`_EndOfBackward`, an identity put before the block). The
+order of the blocks is what the last forward pass showed. Backward goes through it from the end, and `_cursor` is
+the block that is next: ranks must issue their collectives in the same order, so where this rank's loss does not depend
+on a block, `_catch_up` issues them for it all the same.
 
 `shard_unit.py` is the unit: its two bodies, its buffers; `sharded_module.py` the module cut into units. This file is
 when which of them does what.
 """
 
 import weakref
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lockstep.comm.collectives import Group, all_reduce, group_size, new_buffer
+from lockstep.comm.collectives import all_reduce, new_buffer
+from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.blocks import ShardBy
-from lockstep.parallel.shard_unit import ShardUnit
-from lockstep.parallel.sharded_module import Block, Initialize, ShardedModule
-from lockstep.parallel.wrapper import Flags
+from lockstep.parallel.shard_unit import Placement, ShardUnit, State
+from lockstep.parallel.sharded_module import CPU, Block, Initialize, ShardedModule
+from lockstep.parallel.wrapper import Flags, when_backward_is_over
+
+
+class Pass(Enum):
+    """What the module is doing, as far as it matters here."""
+
+    FORWARD = "forward, or nothing"
+    BACKWARD = "backward: a forward of a block is now a recomputation"
 
 
 class FullyShardedDataParallel(ShardedModule):
-    """Wraps a module; call it like the module, and `finish_gradient_synchronization()` between backward and step.
+    """Wraps a module; call it like the module.
 
     model = FullyShardedDataParallel(model, shard=Block)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(inputs).sum().backward()
-    model.finish_gradient_synchronization()
+    model(inputs).sum().backward()  # now p.grad is this rank's piece of the mean
     optimizer.step()
+    optimizer.zero_grad()
     """
 
     def __init__(
@@ -51,28 +68,33 @@ class FullyShardedDataParallel(ShardedModule):
         module: nn.Module,
         shard: ShardBy | None = None,
         compute_dtype: torch.dtype | None = None,
-        process_group: Group = None,
+        process_group: GroupLike = None,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         device: torch.device | None = None,
         offload: bool = False,
         initialize: Initialize | None = None,
         output_dtype: torch.dtype | None = torch.float32,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        manual: bool = False,
     ) -> None:
         """`shard`: classes of modules, or a predicate, that become units; the module itself may be one.
 
-        `compute_dtype`: compute and communicate in it; masters and their gradients stay as they are. `output_dtype`:
-        what it then gives its outputs in; None: in `compute_dtype`. `offload`: keep pieces in the host's memory.
-        `device`: where to compute, for a module on the meta device; `initialize` then fills each submodule (default:
-        its `reset_parameters`), one unit at a time.
+        `compute_dtype`: compute and all-gather in it; parameters and their gradients stay as they are. `reduce_dtype`:
+        reduce gradients in it; None: in `compute_dtype`. `output_dtype`: what it then gives its outputs in; None: in
+        `compute_dtype`. `offload`: keep pieces in the host's memory. `device`: where to compute, for a module on the
+        meta device; `initialize` then fills each submodule (default: its `reset_parameters`), one unit at a time.
+        `manual`: gradients are the mean only after `finish_gradient_synchronization()`.
         """
-        super().__init__(module, shard, compute_dtype, process_group, device, offload, initialize)
+        device = device or _device_of(module)
+        placement = Placement(device, CPU if offload else device, compute_dtype, reduce_dtype)
+        super().__init__(module, shard, group_of(process_group, "shard"), placement, initialize, manual)
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.output_dtype = output_dtype if compute_dtype is not None else None
+        self._pass = Pass.FORWARD
         self._order: list[Block] = []  # as their forward began, in the last pass
         self._order_before: list[Block] = []
-        self._backward_runs = False
-        self._next = -1  # in the order, whose backward is to come: it goes from the last to the first
+        self._cursor = -1  # in the order, whose backward is next: from the last to the first
         self._gradient_buffers = self._make_buffers()
         self._in_buffer: dict[torch.dtype, ShardUnit] = {}
         for block in self.blocks:
@@ -82,35 +104,32 @@ class FullyShardedDataParallel(ShardedModule):
     def _make_buffers(self) -> dict[torch.dtype, Tensor]:
         """One buffer of whole gradients per dtype, which all units use in turn.
 
-        One is enough: while it is on its way, autograd produces the next unit's in memory of their own.
+        One is enough: while it is in flight, autograd produces the next unit's in memory of their own.
         """
         lengths: dict[torch.dtype, int] = {}
         for unit in self.trained_units():
-            lengths[unit.dtype] = max(lengths.get(unit.dtype, 0), unit.layout.length)
-        return {dtype: new_buffer(length, dtype, self._device, self.group) for dtype, length in lengths.items()}
+            lengths[unit.reduce_dtype] = max(lengths.get(unit.reduce_dtype, 0), unit.layout.length)
+        device = self.placement.device
+        return {dtype: new_buffer(length, dtype, device, self.group) for dtype, length in lengths.items()}
 
     # ---- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.synchronize_buffers()
+        self.before_forward()
         self._order_before, self._order = self._order or self._order_before, []
-        self._backward_runs = False
+        self._pass = Pass.FORWARD
         outside = self._outside()
-        whole_before = [unit.gathered for unit in outside]
+        was_whole = [unit.state is State.WHOLE for unit in outside]
         for unit in outside:
-            unit.use()
-        args, kwargs = self._cast((args, kwargs), self.compute_dtype)
+            unit.unshard()
+        args, kwargs = self._cast((args, kwargs), self.placement.compute_dtype)
         outputs = self.module(*args, **kwargs)
-        self._next = len(self._order) - 1
+        self._cursor = len(self._order) - 1
         if not torch.is_grad_enabled():
-            for unit, was_whole in zip(outside, whole_before, strict=True):
-                if not was_whole:  # else the backward of an earlier forward needs it
-                    unit.free()
-        outputs = self._cast(outputs, self.output_dtype)
-        for value in tree_flatten(outputs)[0]:
-            if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(lambda _: self._backward_begins())
-        return outputs
+            for unit, before in zip(outside, was_whole, strict=True):
+                if not before:  # else the backward of an earlier forward needs it
+                    unit.reshard()
+        return self.watch_outputs(self._cast(outputs, self.output_dtype))
 
     def _outside(self) -> list[ShardUnit]:
         """What is whole from forward to backward: all that lies outside the blocks."""
@@ -128,111 +147,121 @@ class FullyShardedDataParallel(ShardedModule):
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             wrapper = weak_self()
-            return wrapper._before_forward(block, args, kwargs) if wrapper is not None else None
+            return wrapper._before_block(block, args, kwargs) if wrapper is not None else None
 
         def after(_: nn.Module, args: Any, outputs: Any) -> Any:
             wrapper = weak_self()
-            return wrapper._after_forward(block, outputs) if wrapper is not None else None
+            return wrapper._after_block(block, outputs) if wrapper is not None else None
 
         block.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         block.module.register_forward_hook(after)
 
-    def _before_forward(self, block: Block, args: Any, kwargs: Any) -> Any:
-        block.whole_before = block.units[0].gathered
-        block.use()
-        if not self._backward_runs:  # else it is recomputed, for activation checkpointing
-            self._prefetch_after(block)
-        args, kwargs = self._cast((args, kwargs), self.compute_dtype)
+    def _before_block(self, block: Block, args: Any, kwargs: Any) -> Any:
+        block.was_whole = block.units[0].state is State.WHOLE
+        block.unshard()
+        if self._pass is Pass.FORWARD:  # else it is recomputed, for activation checkpointing
+            self._prefetch_in_forward(block)
+        args, kwargs = self._cast((args, kwargs), self.placement.compute_dtype)
         if not torch.is_grad_enabled():
             return args, kwargs
         flat, shape = tree_flatten((args, kwargs))
         differentiable = [i for i, v in enumerate(flat) if isinstance(v, Tensor) and v.requires_grad]
         if differentiable:
-            passed = _BackwardIsOver.apply(self, block, *(flat[i] for i in differentiable))
+            passed = _EndOfBackward.apply(self, block, *(flat[i] for i in differentiable))
             for index, value in zip(differentiable, passed, strict=True):
                 flat[index] = value
         args, kwargs = tree_unflatten(flat, shape)
         return args, kwargs
 
-    def _prefetch_after(self, block: Block) -> None:
-        """Begin to gather what comes next, if forward goes as it went last time."""
+    def _prefetch_in_forward(self, block: Block) -> None:
+        """Issue the all-gathers of what comes next, if forward goes as it went last time."""
         if block not in self._order:
             self._order.append(block)
         if block in self._order_before:
             start = self._order_before.index(block) + 1
             for following in self._order_before[start : start + self.prefetch]:
-                following.gather()
+                following.prefetch()
 
-    def _after_forward(self, block: Block, outputs: Any) -> Any:
-        passing = self.reshard_after_forward or (not torch.is_grad_enabled() and not block.whole_before)
-        if passing and not self._backward_runs:
-            block.free()
+    def _after_block(self, block: Block, outputs: Any) -> Any:
+        no_backward = not torch.is_grad_enabled() and not block.was_whole
+        if self._pass is Pass.FORWARD and (self.reshard_after_forward or no_backward):
+            block.reshard()
         for value in tree_flatten(outputs)[0]:
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(lambda _: self._before_backward(block))
+                value.register_hook(lambda _: self._before_backward_of(block))
         return outputs
 
     # ---- backward --------------------------------------------------------------------------------------------
 
-    def _backward_begins(self) -> None:
-        self._backward_runs = True
+    def backward_began(self) -> None:
+        super().backward_began()
+        if self._pass is Pass.FORWARD:
+            self._pass = Pass.BACKWARD
+            when_backward_is_over(self._end_backward)  # under no_sync too, where no round is closed
         for unit in self._outside():
-            unit.use()  # still whole, unless another backward has come in between
+            unit.unshard()  # still whole, unless another backward has come in between
 
-    def _before_backward(self, block: Block) -> None:
-        self._backward_runs = True
+    def _before_backward_of(self, block: Block) -> None:
+        self._pass = Pass.BACKWARD
         position = self._order.index(block) if block in self._order else -1
-        self._pass_over(position)
-        block.use()
-        self._prefetch_before(position)
+        if position >= 0:
+            self._catch_up(position)
+        block.unshard()
+        self._prefetch_in_backward(position)
 
-    def _prefetch_before(self, position: int) -> None:
+    def _prefetch_in_backward(self, position: int) -> None:
         for following in reversed(self._order[max(0, position - self.prefetch) : max(0, position)]):
-            following.gather()
+            following.prefetch()
 
-    def _pass_over(self, position: int) -> None:
-        """Blocks that backward has not come to, though it has come to an earlier one: this rank's loss does not depend
-        on them. Other ranks' may, so their collectives are issued here too, in the same order.
+    def _catch_up(self, position: int) -> None:
+        """Blocks between the cursor and `position` have had no backward: this rank's loss does not depend on them.
+
+        Other ranks' may, so the same collectives are issued here, in the same order.
         """
-        while self._next > position >= 0:
-            self._come_to(self._order[self._next])
+        while self._cursor > position:
+            block = self._order[self._cursor]
+            block.prefetch()
+            self._prefetch_in_backward(self._cursor)
+            self._after_backward_of(block)
 
-    def _come_to(self, block: Block) -> None:
-        block.gather()
-        self._prefetch_before(self._next)
-        self._after_backward(block)
-
-    def _after_backward(self, block: Block) -> None:
-        """The gradients with respect to the block's inputs are there, so its parameters' are too."""
+    def _after_backward_of(self, block: Block) -> None:
+        """The gradients with respect to the block's inputs are ready, so its parameters' are too."""
         for unit in block.units:
             if unit.trainable and self._synchronizing:
                 self._reduce(unit)
-        block.free()
-        if 0 <= self._next < len(self._order) and self._order[self._next] is block:
-            self._next -= 1
+        block.reshard()
+        if 0 <= self._cursor < len(self._order) and self._order[self._cursor] is block:
+            self._cursor -= 1
 
     def _reduce(self, unit: ShardUnit) -> None:
-        if unit.dtype in self._in_buffer:
-            self._in_buffer[unit.dtype].finish_reduce()  # its gradients still lie there
-        self._in_buffer[unit.dtype] = unit
-        unit.reduce(self._gradient_buffers[unit.dtype])
+        if unit.reduce_dtype in self._in_buffer:
+            self._in_buffer[unit.reduce_dtype].finish_reduce()  # its gradients still lie there
+        self._in_buffer[unit.reduce_dtype] = unit
+        unit.issue_reduce(self._gradient_buffers[unit.reduce_dtype])
 
-    # ---- between backward and the optimizer ------------------------------------------------------------------
+    # ---- when backward is over -------------------------------------------------------------------------------
+
+    def finish_gradient_synchronization(self) -> None:
+        """Make every `p.grad` this rank's piece of the mean; `backward()` has done it, but with `manual`."""
+        self._end_backward()
+        super().finish_gradient_synchronization()
 
     @torch.no_grad()
-    def finish_gradient_synchronization(self) -> None:
-        """Make every `p.grad` this rank's piece of the mean, added to what earlier calls since `zero_grad` brought.
-
-        Every rank must call it. What has been reduced during backward is awaited, the rest is reduced now: units whose
-        inputs need no gradient, and those that no loss depends on. A unit that computed after it was reduced (a second
-        backward) has gradients left: as long as any rank has such, all go another round.
-        """
-        if self._backward_runs:
-            self._finish_backward()
+    def _end_backward(self) -> None:
+        """Blocks whose backward did not end visibly (their inputs need no gradient) end now; all are resharded."""
+        if self._pass is Pass.BACKWARD:
+            self._catch_up(-1)
+            self._pass = Pass.FORWARD
         for unit in self.units():
-            unit.free()
-        if not self._synchronizing:
-            return
+            unit.reshard()
+
+    def close_round(self) -> None:
+        """Bring every rank its pieces of the mean, added to what earlier rounds since `zero_grad` brought.
+
+        What was reduced during backward is waited for, the rest is reduced now: units whose inputs need no gradient,
+        and those that no loss depends on. A unit that computed after it was reduced (re-entrant checkpointing) has late
+        gradients: as long as any rank has such, all go another round.
+        """
         units = self.trained_units()
         late = True
         while late:
@@ -240,7 +269,8 @@ class FullyShardedDataParallel(ShardedModule):
                 if not unit.reduced:
                     self._reduce(unit)
             late_here = any(unit.has_gradients() for unit in units)
-            flags = Flags([used for unit in units for used in unit.used], late_here, self._device, self.group)
+            used_here = [used for unit in units for used in unit.used]
+            flags = Flags(used_here, late_here, self.placement.device, self.group)
             for unit in units:
                 unit.finish_reduce()
                 unit.reduced = False
@@ -250,13 +280,13 @@ class FullyShardedDataParallel(ShardedModule):
             unit.hand_over(used[position : position + len(unit.used)])
             position += len(unit.used)
 
-    def _finish_backward(self) -> None:
-        """Come to the blocks that backward has not ended: it does not say when, if their inputs need no gradient."""
-        while self._next >= 0:
-            self._come_to(self._order[self._next])
-        self._backward_runs = False
-
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the module's; also drops a round that was begun and not closed, on every rank alike."""
+        if self._round_is_open:
+            self._round_is_open = False
+            self._end_backward()
+            with torch.no_grad():
+                self.close_round()
         for unit in self.units():
             unit.forget_gradients()
         super().zero_grad(set_to_none)
@@ -264,10 +294,10 @@ class FullyShardedDataParallel(ShardedModule):
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """Of the whole model's gradient: pieces are squared and added up over the ranks, the rest counts once."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.placement.device)
         for unit in self.units():
             gradients = [p.grad for p in unit.parameters if p.grad is not None and p.grad.numel()]
-            share = 1.0 / group_size(self.group) if unit.replicated else 1.0
+            share = 1.0 / self.group.size if unit.replicated else 1.0
             if gradients:
                 squares += nn.utils.get_total_norm(gradients).to(squares) ** 2 * share
         return all_reduce(squares, group=self.group, purpose="norm").sqrt()
@@ -283,8 +313,8 @@ class FullyShardedDataParallel(ShardedModule):
         return norm
 
 
-class _BackwardIsOver(torch.autograd.Function):
-    """Passes a block's inputs on unchanged; in backward, their gradients come when the block's are all there."""
+class _EndOfBackward(torch.autograd.Function):
+    """Passes a block's inputs on unchanged; in backward, their gradients are ready when the block's are."""
 
     @staticmethod
     def forward(ctx: Any, wrapper: "FullyShardedDataParallel", block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -294,9 +324,17 @@ class _BackwardIsOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.wrapper._after_backward(ctx.block)
+        ctx.wrapper._after_backward_of(ctx.block)
         return None, None, *gradients
 
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where its parameters are; for one on the meta device, a GPU if there is one."""
+    device = next((p.device for p in module.parameters()), CPU)
+    if device.type != "meta":
+        return device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU

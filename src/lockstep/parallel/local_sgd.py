@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Group, all_reduce, group_size
+from lockstep.comm.collectives import all_reduce
 from lockstep.errors import UserError
+from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.bucket import assign_buckets
 from lockstep.parallel.wrapper import broadcast_module, check_same_model
 
@@ -32,14 +33,14 @@ class LocalSGD:
         every: int = 8,
         outer_lr: float = 0.0,
         outer_momentum: float = 0.9,
-        process_group: Group = None,
+        process_group: GroupLike = None,
     ) -> None:
         if every < 1:
             raise UserError(f"every is {every}, but parameters are averaged every 1 or more steps")
-        self.module, self.every, self.group = module, every, process_group
+        self.module, self.every, self.group = module, every, group_of(process_group, "replicate")
         self.steps = 0
-        check_same_model(module, process_group)
-        broadcast_module(module, process_group)
+        check_same_model(module, self.group)
+        broadcast_module(module, self.group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.meeting_point: list[Tensor] = []
         self.outer: torch.optim.Optimizer | None = None
@@ -69,10 +70,10 @@ class LocalSGD:
 
     def _average(self, tensors: list[Tensor]) -> None:
         """Mean over the ranks, in as many all-reduces as there are 25 MiB chunks and dtypes."""
-        if group_size(self.group) == 1:
+        if self.group.size == 1:
             return
         for chunk in assign_buckets(tensors, CHUNK_BYTES):
-            flat = torch.cat([t.reshape(-1) for t in chunk]).div_(group_size(self.group))
+            flat = torch.cat([t.reshape(-1) for t in chunk]).div_(self.group.size)
             all_reduce(flat, group=self.group, purpose="parameters")
             for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
                 tensor.copy_(part.view_as(tensor))

@@ -1,37 +1,73 @@
-"""One unit of fully sharded data parallelism: parameters that are gathered, freed and reduced together.
+"""One unit of fully sharded data parallelism: parameters that are all-gathered, released and reduced together.
 
 A parameter has two bodies. The one that the optimizer, `named_parameters()` and everybody outside knows is the
 original `nn.Parameter`, whose data are this rank's piece, 1-D. The one that computes is a whole tensor, put in the
-original's place on the module only while the unit is gathered:
+original's place on the module only while the unit is whole:
 
     shard   [ piece of p0 | piece of p1 ]                     always; the pieces are p.data
-    whole   [ p0              | p1      | padding ]           while the unit computes; its memory is freed in between
+    whole   [ p0              | p1      | padding ]           while the unit computes; its memory is released in between
 
 All whole tensors are views of one storage, and the shard is one part of it, so an all-gather fills them all without a
-copy, and freeing is one call. Autograd keeps the whole tensors themselves (for backward), never a copy; when the
+copy, and releasing is one call. Autograd keeps the whole tensors themselves (for backward), never a copy; when the
 storage is filled again before backward, what it kept is there again.
+
+            prefetch()             unshard()                    reshard()
+    SHARDED ----------> GATHERING -----------> WHOLE (computes) ----------> SHARDED
+            all-gather issued      waited for                   memory released
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import (
-    Group,
     Pending,
     all_gather_into_async,
     all_reduce_async,
-    group_rank,
-    group_size,
     new_buffer,
     reduce_scatter_async,
 )
 from lockstep.comm.ledger import about
+from lockstep.layout.group import Group
+from lockstep.layout.region import Region
 from lockstep.parallel.flat import FlatLayout, Piece
 
 Owner = tuple[nn.Module, str]
 """A module and the name under which it has a parameter."""
+
+
+class State(Enum):
+    """Of a unit's parameters."""
+
+    SHARDED = "every rank has its piece"
+    GATHERING = "an all-gather is in flight"
+    WHOLE = "the modules compute with whole tensors"
+
+
+@dataclass
+class Placement:
+    """Where a unit computes, where its shard lies, and in which dtypes."""
+
+    device: torch.device
+    shard_device: torch.device
+    compute_dtype: torch.dtype | None = None
+    """None: as the parameters are."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are reduced in. None: what they are computed in."""
+
+
+@dataclass
+class Reduction:
+    """A reduce-scatter, or an all-reduce, in flight."""
+
+    pending: Pending
+    target: Tensor
+    """Where this rank's part of the sum, or of the mean, arrives."""
+    accumulates: bool
+    """It is added to the mean of an earlier one."""
 
 
 class ShardUnit:
@@ -41,47 +77,46 @@ class ShardUnit:
         self,
         owners: dict[nn.Parameter, list[Owner]],
         group: Group,
-        compute_dtype: torch.dtype | None,
-        device: torch.device,
-        shard_device: torch.device,
+        placement: Placement,
         replicated: bool = False,
         name: str = "",
     ) -> None:
         """`name`: of the block. `owners`: every parameter, and where it stands; a tied one stands in several places.
 
-        `device`: where to compute; `shard_device`: where the shard lies. `replicated`: every rank holds all of it,
-        and gradients are all-reduced.
+        `replicated`: every rank holds all of it, and gradients are all-reduced.
         """
         self.group, self.owners, self.replicated, self.name = group, owners, replicated, name
         self.parameters = list(owners)
-        self.size = 1 if replicated else group_size(group)
-        self.rank = 0 if replicated else group_rank(group)
+        self.rank = 0 if replicated else group.rank
         like = self.parameters[0]
-        self.master_dtype, self.shapes = like.dtype, [p.shape for p in self.parameters]
-        self.dtype = compute_dtype if compute_dtype is not None and like.dtype.is_floating_point else like.dtype
-        self.layout = FlatLayout(self.parameters, self.size, self.dtype.itemsize)
+        self.shapes = [p.shape for p in self.parameters]
+        floating = like.dtype.is_floating_point
+        self.dtype = placement.compute_dtype if placement.compute_dtype is not None and floating else like.dtype
+        narrow = self.dtype.itemsize < 4  # what is computed in fp32 or better is reduced in it
+        self.reduce_dtype = placement.reduce_dtype if placement.reduce_dtype is not None and narrow else self.dtype
+        self.layout = FlatLayout(self.parameters, 1 if replicated else group.size, self.dtype.itemsize)
         self.pieces: dict[int, Piece] = {piece.index: piece for piece in self.layout.pieces(self.rank)}
         self.trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
-        self.device = device
-        self.shard = self._make_shard(shard_device)
-        self.always_whole = replicated and (self.dtype, device) == (self.shard.dtype, shard_device)
-        """The parameters compute themselves: there is nothing to gather or to free."""
+        self.device = placement.device
+        self.shard = self._make_shard(like.dtype, placement.shard_device)
+        self.resident = replicated and (self.dtype, self.device) == (self.shard.dtype, self.shard.device)
+        """The parameters compute themselves: there is nothing to gather or to release."""
         self._make_bodies()
-        self.gathering: Pending | None = None
-        self.gathered = False
+        self.state = State.WHOLE if self.resident else State.SHARDED
+        self._gather: Pending | None = None
         self.used = [False] * len(self.parameters)
         """By this rank, since the gradients were last zeroed."""
         self.reduced = False
-        """In this round: since `finish_gradient_synchronization` was last called."""
+        """Its gradients have been reduced in this round: since gradients were last handed over."""
         self.gradient: Tensor | None = None
-        """This rank's part of the mean gradient, in the master's dtype."""
-        self._summing = False
-        self._reducing: Pending | None = None
-        self._arriving: Tensor | None = None
-        self.free()
+        """This rank's part of the mean gradient, in the parameters' own dtype."""
+        self._reduction: Reduction | None = None
+        self._mean_is_kept = False
+        """`gradient` has a mean of this round, which is not handed over yet: another one is added to it."""
+        self.reshard()
 
     def _make_bodies(self) -> None:
-        if self.always_whole:
+        if self.resident:
             self.bodies = self.parameters
             return
         self.whole = torch.empty(self.layout.length, dtype=self.dtype, device=self.device)
@@ -94,16 +129,16 @@ class ShardUnit:
         self._gathered_version = -1
 
     @torch.no_grad()
-    def _make_shard(self, device: torch.device) -> Tensor:
+    def _make_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's part, in memory that the backend need not copy; each parameter's data become its piece.
 
         A parameter on the meta device has no data yet: its piece stays empty until somebody fills it.
         """
         length = self.layout.part_length
         if self.replicated:
-            shard = torch.zeros(length, dtype=self.master_dtype, device=device)
+            shard = torch.zeros(length, dtype=dtype, device=device)
         else:
-            shard = new_buffer(length, self.master_dtype, device, self.group)
+            shard = new_buffer(length, dtype, device, self.group)
         for index, parameter in enumerate(self.parameters):
             piece = self.pieces.get(index)
             if piece is not None and parameter.device.type != "meta":
@@ -116,55 +151,71 @@ class ShardUnit:
             parameter.data = mine.view(self.shapes[index]) if self.replicated else mine
         return shard
 
-    # ---- parameters: gather, use, free -----------------------------------------------------------------------
+    def region(self, index: int) -> Region:
+        """What this rank holds of a parameter."""
+        whole = Region.whole(self.shapes[index])
+        if self.replicated:
+            return whole
+        piece = self.pieces.get(index)
+        return whole.part(piece.inside.start, piece.inside.stop) if piece is not None else whole.part(0, 0)
+
+    # ---- parameters: prefetch, unshard, reshard --------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Begin to fetch everybody's pieces; nothing if that has begun."""
-        if self.gathered or self.gathering is not None or self.always_whole:
+    def prefetch(self) -> None:
+        """Issue the all-gather, unless the unit is whole or will be."""
+        if self.state is not State.SHARDED:
             return
         self._gathered_version = self._version()
         self._storage.resize_(self._nbytes)
-        if self.size == 1:
+        self.state = State.GATHERING
+        if self.layout.parts == 1:
             self._memory.copy_(self.shard)
-            self.gathering = Pending(None)
+            self._gather = Pending(None)
             return
         part = self.shard
         if (part.dtype, part.device) != (self.dtype, self.device):
             part = self.layout.part(self._memory, self.rank).copy_(self.shard, non_blocking=True)
         with about(self.name):
-            self.gathering = all_gather_into_async(self._memory, part, self.group, purpose="parameters")
+            self._gather = all_gather_into_async(self._memory, part, self.group, purpose="parameters")
+
+    def unshard(self) -> None:
+        """Wait for the all-gather; the modules compute with whole tensors from here on."""
+        if self._is_stale():
+            self.reshard()
+        self.prefetch()
+        if self.state is State.GATHERING:
+            self._wait_for_gather()
+            self.state = State.WHOLE
+            self._place(self.bodies)
+
+    def reshard(self) -> None:
+        """The modules have their pieces again, and the memory of the whole tensors is released."""
+        if self.resident:
+            return
+        self._wait_for_gather()
+        self.state = State.SHARDED
+        self._place(self.parameters)
+        self._storage.resize_(0)
+
+    def _wait_for_gather(self) -> None:
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+
+    def _is_stale(self) -> bool:
+        """Gathered for a forward that was not followed by a backward, and stepped since."""
+        gathered = self.state is not State.SHARDED and not self.resident
+        return gathered and self._gathered_version != self._version()
 
     def _version(self) -> int:
         """Grows whenever an optimizer writes to the pieces."""
         return sum(parameter._version for parameter in self.parameters)
 
-    def use(self) -> None:
-        """Wait for the gather; the modules compute with whole tensors from here on."""
-        if (self.gathered or self.gathering is not None) and self._gathered_version != self._version():
-            self.free()  # gathered for a forward that was not followed by a backward, and stepped since
-        self.gather()
-        if not self.gathered and not self.always_whole:
-            assert self.gathering is not None
-            self.gathering.wait()
-            self.gathering, self.gathered = None, True
-            self._place(self.bodies)
-
-    def free(self) -> None:
-        """The modules have their pieces again, and the whole tensors no memory."""
-        if self.always_whole:
-            return
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-        self.gathered = False
-        self._place(self.parameters)
-        self._storage.resize_(0)
-
     @torch.no_grad()
     def keep_own_piece(self) -> None:
         """The whole tensors have been written to: the shard becomes this rank's part of them."""
-        if not self.always_whole:
+        if not self.resident:
             self.shard.copy_(self.layout.part(self._memory, self.rank))
 
     def _place(self, bodies: Iterable[nn.Parameter]) -> None:
@@ -172,59 +223,65 @@ class ShardUnit:
             for module, name in places:
                 module._parameters[name] = body
 
-    # ---- gradients: reduce, keep -----------------------------------------------------------------------------
+    # ---- gradients: reduce, hand over ------------------------------------------------------------------------
 
     def has_gradients(self) -> bool:
-        """Whole ones, that have not been averaged."""
+        """Whole ones, that have not been reduced."""
         return any(self.bodies[i].grad is not None for i in self.trainable)
 
-    def _begin_sum(self) -> bool:
-        """Whether an earlier mean waits for this one to be added: not handed over yet, or not zeroed since.
-
-        What has been zeroed since, all of it or a part, does not come back. Where the parameters compute themselves,
-        backward has added to what was handed over already.
-        """
-        if self._summing:
-            return True
-        kept = [i for i in self.trainable if self.parameters[i].grad is not None]
-        if self.always_whole or not kept or self.gradient is None:
-            self.used = [False] * len(self.parameters)
-            return False
-        for index in self.trainable:
-            if index not in kept:
-                self.used[index] = False
-                if index in self.pieces:
-                    self.gradient[self.pieces[index].at] = 0
-        return True
-
     @torch.no_grad()
-    def reduce(self, buffer: Tensor) -> None:
-        """Lay the whole gradients end to end, divided by the number of ranks, and begin to average them."""
+    def issue_reduce(self, buffer: Tensor) -> None:
+        """Lay the whole gradients end to end in `buffer`, and reduce them: each rank receives its part."""
         self.finish_reduce()
-        adding = self._begin_sum()
+        accumulates = self._mean_is_kept or self._earlier_mean_is_kept()
+        if not self._mean_is_kept:
+            self._forget_zeroed(all_of_it=not accumulates)
         buffer = buffer[: self.layout.length]
-        scale = 1.0 / group_size(self.group)
         for index, view in enumerate(self.layout.views(buffer)):
             gradient = self.bodies[index].grad
             if gradient is None:
                 view.zero_()
                 continue
-            torch.mul(gradient.detach(), scale, out=view)
+            if self._is_divided_before:
+                torch.mul(gradient.detach(), 1.0 / self.group.size, out=view)
+            else:
+                view.copy_(gradient.detach())
             self.bodies[index].grad = None
             self.used[index] = True
         self.reduced = True
-        self._arriving = buffer if self.replicated else self._place_of_mean(adding)
+        target = buffer if self.replicated else self._target_of_reduction(accumulates)
         with about(self.name):
             if self.replicated:
-                self._reducing = all_reduce_async(buffer, group=self.group, purpose="gradients")
+                pending = all_reduce_async(buffer, group=self.group, purpose="gradients")
             else:
-                self._reducing = reduce_scatter_async(self._arriving, buffer, group=self.group, purpose="gradients")
-        self._summing = adding
+                pending = reduce_scatter_async(target, buffer, group=self.group, purpose="gradients")
+        self._reduction = Reduction(pending, target, accumulates)
 
-    def _place_of_mean(self, adding: bool) -> Tensor:
-        """Where this rank's part of the mean is to arrive: where it stays, if it can."""
-        if adding or (self.dtype, self.device) != (self.shard.dtype, self.shard.device):
-            return torch.empty(self.layout.part_length, dtype=self.dtype, device=self.device)
+    @property
+    def _is_divided_before(self) -> bool:
+        """In the pass that lays gradients end to end; unless that pass changes their dtype, when it would round."""
+        return self.reduce_dtype == self.dtype
+
+    def _earlier_mean_is_kept(self) -> bool:
+        """One that was handed over and has not been zeroed since: some parameter still has its gradient.
+
+        Where the parameters compute themselves, backward has added to what was handed over already.
+        """
+        kept = any(self.parameters[i].grad is not None for i in self.trainable)
+        return kept and not self.resident and self.gradient is not None
+
+    def _forget_zeroed(self, all_of_it: bool) -> None:
+        """What has been zeroed since it was handed over, all of it or a part, does not come back."""
+        for index in self.trainable:
+            if all_of_it or self.parameters[index].grad is None:
+                self.used[index] = False
+                if not all_of_it and self.gradient is not None and index in self.pieces:
+                    self.gradient[self.pieces[index].at] = 0
+
+    def _target_of_reduction(self, accumulates: bool) -> Tensor:
+        """Where this rank's part is to arrive: where it stays, if it can."""
+        if accumulates or (self.reduce_dtype, self.device) != (self.shard.dtype, self.shard.device):
+            return torch.empty(self.layout.part_length, dtype=self.reduce_dtype, device=self.device)
         if self.gradient is None:
             self.gradient = torch.empty_like(self.shard)
         return self.gradient
@@ -232,20 +289,19 @@ class ShardUnit:
     @torch.no_grad()
     def finish_reduce(self) -> None:
         """Wait for the mean, and add it to what there is already."""
-        if self._reducing is None:
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
             return
-        self._reducing.wait()
-        self._reducing = None
-        assert self._arriving is not None
+        reduction.pending.wait()
+        if not self._is_divided_before:
+            reduction.target.mul_(1.0 / self.group.size)
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.shard)
-        if self._arriving is not self.gradient:
-            if self._summing:
-                self.gradient.add_(self._arriving.to(self.gradient))
-            else:
-                self.gradient.copy_(self._arriving)
-        self._arriving = None
-        self._summing = True
+        if reduction.accumulates:
+            self.gradient.add_(reduction.target.to(self.gradient))
+        elif reduction.target is not self.gradient:
+            self.gradient.copy_(reduction.target)
+        self._mean_is_kept = True
 
     def hand_over(self, used: list[bool]) -> None:
         """Give each parameter its piece of the mean; what no rank used keeps None."""
@@ -256,10 +312,10 @@ class ShardUnit:
             else:
                 mine = self.gradient[piece.at] if piece is not None else self.gradient[:0]
                 parameter.grad = mine.view(parameter.shape)
-        self._summing = self.reduced = False
+        self._mean_is_kept = self.reduced = False
 
     def whole_masters(self) -> list[Tensor]:
-        """Every parameter whole, in the master's dtype. Every rank must call it."""
+        """Every parameter whole, in its own dtype. Every rank must call it."""
         if self.replicated:
             return [p.detach() for p in self.parameters]
         return self.layout.gathered(self.shard.to(self.device), self.group)
@@ -274,7 +330,7 @@ class ShardUnit:
     def forget_gradients(self) -> None:
         """Drop them and their memory."""
         self.finish_reduce()
-        self.gradient, self._summing, self.reduced = None, False, False
+        self.gradient, self._mean_is_kept, self.reduced = None, False, False
         for body, parameter in zip(self.bodies, self.parameters, strict=True):
             body.grad = parameter.grad = None
 

@@ -2,30 +2,29 @@
 
 Every rank holds the whole model, and `ShardedOptimizer` says which part of each bucket a rank owns. Per step:
 
-1. backward produces gradients from the last layer to the first; when a bucket's are all there, they are laid end to end
+1. backward produces gradients from the last layer to the first; when a bucket's are all ready, they are laid end to end
    and reduce-scattered: each rank receives the mean of its own part, and nothing else (Ψ(n-1)/n bytes)
-2. `finish_gradient_synchronization()` waits; the mean stands in the owner's pieces, and `p.grad` is None
-3. the optimizer steps its pieces and gathers the parameters (Ψ(n-1)/n bytes)
+2. when backward is over, all are waited for; the mean stands in the owner's pieces, and `p.grad` is None
+3. the optimizer steps its pieces and all-gathers the parameters (Ψ(n-1)/n bytes); with `overlap_gather` the all-gathers
+   are in flight while the next forward pass begins, and each block waits for its own
 
 That is an all-reduce cut in two, with the optimizer in between: the same bytes as plain data parallelism.
 
     stage 1   every bucket has its own buffer: gradients are held whole, as in plain data parallelism
     stage 2   one buffer serves all buckets in turn, and each rank keeps its own part only: gradients are never whole.
-              While a bucket is on its way, autograd produces the next one's gradients in memory of their own
+              While a bucket is in flight, autograd produces the next one's gradients in memory of their own
 """
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import (
-    Pending,
-    new_buffer,
-    reduce_scatter_async,
-)
+from lockstep.comm.collectives import Pending, new_buffer, reduce_scatter_async
 from lockstep.comm.ledger import about
 from lockstep.errors import UserError
+from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.sharded_optimizer import ParameterBucket, ShardedOptimizer
 from lockstep.parallel.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
 
@@ -38,8 +37,8 @@ class GradientBucket:
         self.bucket, self.layout = parameters, parameters.layout
         self.buffer = buffer[: self.layout.length]
         self.views = self.layout.views(self.buffer)
-        self.own = self.layout.part(self.buffer, parameters.rank) if whole else torch.zeros_like(parameters.own)
-        self.scale = 1.0 / parameters.size
+        self.own = self.layout.part(self.buffer, parameters.group.rank) if whole else torch.zeros_like(parameters.own)
+        self.scale = 1.0 / parameters.group.size
         self.used = [False] * len(self.views)
         """By this rank, since `zero_grad`."""
         self.used_anywhere = list(self.used)
@@ -49,8 +48,8 @@ class GradientBucket:
         self._pending: Pending | None = None
         self._earlier: Tensor | None = None
 
-    def launch(self) -> None:
-        """Lay the gradients end to end, divided by the number of ranks in the same pass, and send them off."""
+    def issue(self) -> None:
+        """Lay the gradients end to end, divided by the number of ranks in the same pass, and reduce-scatter them."""
         self._earlier = self.own.clone() if self.holds_gradients else None
         for index, (parameter, view) in enumerate(zip(self.bucket.parameters, self.views, strict=True)):
             if parameter.grad is None:
@@ -62,7 +61,7 @@ class GradientBucket:
         self._pending = reduce_scatter_async(self.own, self.buffer, group=self.bucket.group, purpose="gradients")
 
     def wait(self) -> None:
-        """The mean has come: the own part is complete, and the buffer may be used by others."""
+        """Until the mean is here: then the own part is complete, and the buffer may be used by others."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -96,13 +95,24 @@ class ShardedDataParallel(GradientWrapper):
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     model = ShardedDataParallel(model, optimizer, stage=2)
     model(inputs).sum().backward()
-    model.finish_gradient_synchronization()
     optimizer.step()
-    model.zero_grad()
+    optimizer.zero_grad()
     """
 
-    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, stage: int = 2) -> None:
-        super().__init__(module, optimizer.process_group)
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ShardedOptimizer,
+        stage: int = 2,
+        manual: bool = False,
+        overlap_gather: bool = False,
+    ) -> None:
+        """`manual`: gradients are the mean only after `finish_gradient_synchronization()`.
+
+        `overlap_gather`: `optimizer.step()` returns with the parameters' all-gathers in flight, and forward waits for
+        them, block by block. Whoever reads parameters in between calls `optimizer.wait_for_parameters()` first.
+        """
+        super().__init__(module, optimizer.group, manual)
         if stage not in (1, 2):
             raise UserError(f"stage is {stage}, but it must be 1 or 2; stage 3 is FullyShardedDataParallel")
         self.optimizer, self.stage = optimizer, stage
@@ -111,10 +121,13 @@ class ShardedDataParallel(GradientWrapper):
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
         self.buckets = self._make_buckets(optimizer.buckets)
-        self._launched = 0  # buckets of this round that are on their way: always the first ones
+        self._issued = 0  # reduce-scatters of this round that are in flight: always those of the first buckets
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.bucket.parameters):
                 self._watch(parameter, number, index)
+        optimizer.overlap_gather = overlap_gather
+        if overlap_gather:
+            self._wait_before_use()
 
     def _check_parameters(self) -> None:
         sharded = {p for bucket in self.optimizer.buckets for p in bucket.parameters}
@@ -134,65 +147,89 @@ class ShardedDataParallel(GradientWrapper):
         like = buckets[0].flat
         return new_buffer(max(b.layout.length for b in buckets), like.dtype, like.device, self.group)
 
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def _wait_before_use(self) -> None:
+        """Every block waits for its own parameters; the module, when it begins, for those outside all blocks, which
+        may be used anywhere (a tied embedding).
+        """
+        blocks = [block for _, block in blocks_of(self.module)]
+        inside = {parameter for block in blocks for parameter in block.parameters()}
+        for block in blocks:
+            self._wait_in_forward_of(block, block.parameters())
+        self._wait_in_forward_of(self.module, (p for p in self.module.parameters() if p not in inside))
+        self.module.register_state_dict_pre_hook(lambda *_: self.optimizer.wait_for_parameters())
+
+    def _wait_in_forward_of(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        wanted = set(parameters)
+        buckets = [b for b in reversed(self.optimizer.buckets) if not wanted.isdisjoint(b.parameters)]
+
+        def before_forward(*_: object) -> None:
+            for bucket in buckets:
+                bucket.wait()
+
+        if buckets:
+            module.register_forward_pre_hook(before_forward, prepend=True)
+
     # ---- backward --------------------------------------------------------------------------------------------
 
     def _watch(self, parameter: nn.Parameter, number: int, index: int) -> None:
         """Have autograd tell us of each gradient; weakly, as the module may outlive the wrapper."""
         weak_self = weakref.ref(self)
 
-        def gradient_is_there(_: Tensor) -> None:
+        def gradient_ready(_: Tensor) -> None:
             wrapper = weak_self()
-            if wrapper is None or not wrapper._synchronizing or wrapper._launched > number:
-                return  # one that comes when its bucket has left waits for the next round
+            if wrapper is None or not wrapper._synchronizing:
+                return
+            wrapper.backward_began()
+            if wrapper._issued > number:
+                return  # a late one, whose bucket is in flight: it waits for the next round
             missing = wrapper.buckets[number].missing
             missing.discard(index)
             if not missing:
-                wrapper._launch_full_buckets()
+                wrapper._issue_ready_buckets()
 
-        parameter.register_post_accumulate_grad_hook(gradient_is_there)
+        parameter.register_post_accumulate_grad_hook(gradient_ready)
 
     @torch.no_grad()
-    def _launch_full_buckets(self) -> None:
-        """In order, as far as they are full: ranks must send the same bucket at the same time."""
-        while self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
-            self._launch_next()
+    def _issue_ready_buckets(self) -> None:
+        """In order, as far as they are ready: ranks must issue the same bucket at the same time."""
+        while self._issued < len(self.buckets) and not self.buckets[self._issued].missing:
+            self._issue_next()
 
-    def _launch_next(self) -> None:
-        if self._launched == 0 and self._times_zeroed != self.optimizer.times_zeroed:
+    def _issue_next(self) -> None:
+        if self._issued == 0 and self._times_zeroed != self.optimizer.times_zeroed:
             self._times_zeroed = self.optimizer.times_zeroed
             for bucket in self.buckets:
                 bucket.forget()
         if self.stage == 2:
-            for earlier in self.buckets[: self._launched]:
+            for earlier in self.buckets[: self._issued]:
                 earlier.wait()  # its gradients lie in the same buffer
-        with about(f"bucket {self._launched}"):
-            self.buckets[self._launched].launch()
-        self._launched += 1
+        with about(f"bucket {self._issued}"):
+            self.buckets[self._issued].issue()
+        self._issued += 1
 
-    # ---- between backward and the optimizer ------------------------------------------------------------------
+    # ---- when backward is over -------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def finish_gradient_synchronization(self) -> None:
-        """Bring every rank the mean of its own part, added to what earlier calls since `zero_grad` brought.
+    def close_round(self) -> None:
+        """Bring every rank the mean of its own part, added to what earlier rounds since `zero_grad` brought.
 
-        Every rank must call it. After several backwards some gradients stand in `p.grad` still, when their bucket has
-        left: as long as any rank has such, all go another round.
+        After re-entrant checkpointing, or several backwards (manual), some gradients stand in `p.grad` still, when
+        their bucket has been issued: as long as any rank has such, all go another round.
         """
-        if not self._synchronizing:
-            return
         if len(self.buckets) != len(self.optimizer.buckets):
             raise UserError("the optimizer has got a parameter group since it was wrapped; wrap the module after that")
         late = True
         while late:
-            while self._launched < len(self.buckets):
-                self._launch_next()
+            while self._issued < len(self.buckets):
+                self._issue_next()
             late_here = any(p.grad is not None for b in self.buckets for p in b.bucket.parameters)
             device = self.buckets[0].own.device if self.buckets else torch.device("cpu")
             flags = Flags([u for b in self.buckets for u in b.used], late_here, device, self.group)
             for bucket in self.buckets:
                 bucket.wait()
                 bucket.begin_round()
-            self._launched = 0
+            self._issued = 0
             used, late = flags.read()
         position = 0
         for bucket in self.buckets:
@@ -200,6 +237,10 @@ class ShardedDataParallel(GradientWrapper):
             position += len(bucket.views)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the module's; also forgets the owner's parts."""
+        """As the module's; also drops the owner's parts, and a round that was begun and not closed."""
+        if self._round_is_open:
+            self._round_is_open = False
+            with torch.no_grad():
+                self.close_round()
         self.optimizer.zero_grad(set_to_none)
         super().zero_grad(set_to_none)

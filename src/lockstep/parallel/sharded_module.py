@@ -1,23 +1,26 @@
 """A module cut into shards: which parameter belongs to which unit, how units are filled, and the whole of it by name.
 
-    block   a module that is gathered, used and freed as one (by default, one of the model's blocks)
+    block   a module that is unsharded, used and resharded as one (by default, one of the model's blocks)
     unit    its parameters of one dtype, trained and frozen apart, end to end in one buffer (`shard_unit.py`)
     rest    units of what lies outside every block, or in two of them: every rank holds all of it
 
-`fully_sharded.py` says when which unit is gathered and reduced; here nothing moves but at the start, and where somebody
-asks for whole tensors.
+`fully_sharded.py` says when which unit is gathered and reduced; here nothing is sent but at the start, and where
+somebody asks for whole tensors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Group, broadcast, group_rank
+from lockstep.comm.collectives import broadcast
 from lockstep.errors import UserError
+from lockstep.layout.group import Group
+from lockstep.layout.region import Region
 from lockstep.parallel.blocks import ShardBy, chosen_blocks
-from lockstep.parallel.flat import Piece
-from lockstep.parallel.shard_unit import Owner, ShardUnit
+from lockstep.parallel.shard_unit import Owner, Placement, ShardUnit
 from lockstep.parallel.wrapper import GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
 
 CPU = torch.device("cpu")
@@ -26,25 +29,29 @@ BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Initialize = Callable[[nn.Module], None]
 
 
+def fill_later(module: nn.Module) -> None:
+    """As `initialize`: what is on the meta device stays empty until `load_full_state_dict`."""
+
+
 class Block:
     """A module whose parameters are gathered together: its units (one per dtype, trained and frozen apart)."""
 
     def __init__(self, module: nn.Module, units: list[ShardUnit], is_root: bool) -> None:
         self.module, self.units, self.is_root = module, units, is_root
-        self.whole_before = False
+        self.was_whole = False
         """Before its forward began."""
 
-    def gather(self) -> None:
+    def prefetch(self) -> None:
         for unit in self.units:
-            unit.gather()
+            unit.prefetch()
 
-    def use(self) -> None:
+    def unshard(self) -> None:
         for unit in self.units:
-            unit.use()
+            unit.unshard()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         for unit in self.units:
-            unit.free()
+            unit.reshard()
 
 
 class ShardedModule(GradientWrapper):
@@ -54,18 +61,13 @@ class ShardedModule(GradientWrapper):
         self,
         module: nn.Module,
         shard: ShardBy | None,
-        compute_dtype: torch.dtype | None,
         group: Group,
-        device: torch.device | None,
-        offload: bool,
+        placement: Placement,
         initialize: Initialize | None,
+        manual: bool,
     ) -> None:
-        super().__init__(module, group)
-        self.compute_dtype = compute_dtype
-        self._device = device or next((p.device for p in module.parameters()), CPU)
-        if self._device.type == "meta":
-            self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
-        self._shard_device = CPU if offload else self._device
+        super().__init__(module, group, manual)
+        self.placement = placement
         check_same_model(module, group)
         self.blocks: list[Block] = []
         self.rest: list[ShardUnit] = []
@@ -108,18 +110,17 @@ class ShardedModule(GradientWrapper):
         """One for each dtype, trained and frozen apart. Batch norms, whose statistics are fp32, compute in fp32."""
         alike: dict[tuple[torch.dtype, torch.dtype | None, bool], dict[nn.Parameter, list[Owner]]] = {}
         for parameter, places in owners.items():
-            dtype = None if all(isinstance(m, BATCH_NORM) for m, _ in places) else self.compute_dtype
+            dtype = None if all(isinstance(m, BATCH_NORM) for m, _ in places) else self.placement.compute_dtype
             alike.setdefault((parameter.dtype, dtype, parameter.requires_grad), {})[parameter] = places
         empty = [module for p, places in owners.items() if p.device.type == "meta" for module, _ in places]
         for parameter in owners:
             if parameter.device.type != "meta":
                 broadcast_tensor(parameter, self.group)
-        devices = self._device, self._shard_device
         units = [
-            ShardUnit(owned, self.group, dtype, *devices, replicated=replicated, name=name)
+            ShardUnit(owned, self.group, replace(self.placement, compute_dtype=dtype), replicated, name)
             for (_, dtype, _), owned in alike.items()
         ]
-        if empty:
+        if empty and initialize is not fill_later:
             self._initialize(units, list(dict.fromkeys(empty)), initialize)
         return units
 
@@ -127,7 +128,7 @@ class ShardedModule(GradientWrapper):
     def _initialize(self, units: list[ShardUnit], empty: list[nn.Module], initialize: Initialize) -> None:
         """Fill what was on the meta device: whole for a moment, then each rank keeps its piece of rank 0's."""
         for unit in units:
-            unit.use()
+            unit.unshard()
         for module in empty:
             self._give_buffers(module)
             initialize(module)
@@ -135,16 +136,14 @@ class ShardedModule(GradientWrapper):
             for body in unit.bodies:
                 broadcast(body.data, group=self.group, purpose="parameters")
             unit.keep_own_piece()
-            unit.free()
+            unit.reshard()
 
     def _give_buffers(self, module: nn.Module) -> None:
         """Memory where we compute; what was on the meta device has no values to keep."""
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                on_meta = buffer.device.type == "meta"
-                module._buffers[key] = (
-                    torch.zeros_like(buffer, device=self._device) if on_meta else buffer.to(self._device)
-                )
+                on_meta, device = buffer.device.type == "meta", self.placement.device
+                module._buffers[key] = torch.zeros_like(buffer, device=device) if on_meta else buffer.to(device)
 
     def units(self) -> list[ShardUnit]:
         return [*(unit for block in self.blocks for unit in block.units), *self.rest]
@@ -177,7 +176,7 @@ class ShardedModule(GradientWrapper):
 
         A rank that keeps nothing needs memory for its share and one unit.
         """
-        keep = only_rank is None or group_rank(self.group) == only_rank
+        keep = only_rank is None or self.group.rank == only_rank
         found: dict[str, Tensor] = {}
         for name, whole in self.whole_parameters():
             if keep:
@@ -202,13 +201,38 @@ class ShardedModule(GradientWrapper):
                     found[names[unit.parameters[index]][0]] = gradients[index]
         return found
 
-    def pieces(self) -> Iterator[tuple[ShardUnit, str, nn.Parameter, torch.Size, Piece]]:
-        """Every parameter that this rank holds anything of: its unit, first name, shape, and which part it holds."""
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Whole tensors by name, of which this rank takes its pieces; one at a time, where an iterator gives them."""
+        held = {name: (parameter, region) for name, parameter, region in self.held()}
+        tied = {name: names[0] for names in self._names().values() for name in names}
+        buffers = dict(self.module.named_buffers())
+        for name, whole in state.items() if isinstance(state, Mapping) else state:
+            if name in buffers:
+                buffers[name].copy_(whole)
+            elif name in tied:
+                parameter, region = held[tied[name]]
+                if tuple(whole.shape) != region.shape:
+                    raise UserError(f"{name} has shape {tuple(whole.shape)}, and the model's has {region.shape}")
+                parameter.view(-1).copy_(region.read(whole))
+            else:
+                raise UserError(f"{name} is no parameter or buffer of the module")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where ranks have pieces only: a file of them would be useless."""
+        if self.group.size == 1:
+            return self.full_state_dict()
+        raise UserError(
+            f"state_dict() would hold one {self.group.size}th of every tensor; call full_state_dict() on every rank "
+            f"(only_rank=0: the others get nothing), and load_full_state_dict() to load it"
+        )
+
+    def held(self) -> Iterator[tuple[str, nn.Parameter, Region]]:
+        """Every parameter under its first name, and what this rank holds of it."""
         names = self._names()
         for unit in self.units():
-            for index, piece in unit.pieces.items():
-                parameter = unit.parameters[index]
-                yield unit, names[parameter][0], parameter, unit.shapes[index], piece
+            for index, parameter in enumerate(unit.parameters):
+                yield names[parameter][0], parameter, unit.region(index)
 
     def _names(self) -> dict[nn.Parameter, list[str]]:
         """Sharded or whole, a parameter is found under its names."""

@@ -5,7 +5,9 @@ How a step goes:
 1. parameters live in flat buckets, cut into n equal parts; each rank owns one part of every bucket
 2. the wrapped optimizer knows this rank's pieces only: 1-D views of the parameters, with the matching slice of
    `p.grad`. It steps them in place, so Adam's two moments exist once over all ranks
-3. each bucket is all-gathered in place: every rank gets the parts that the others have updated
+3. each bucket is all-gathered in place: every rank gets the parts that the others have updated. `step()` waits for
+   that, unless somebody has promised to wait before the parameters are used (`overlap_gather`): then the all-gathers
+   are in flight while the next forward pass begins, those of the first layers first
 
 Averaging gradients is not its job: it steps with what stands in `p.grad`, as any optimizer does. `DataParallel`
 averages them on all ranks (2Ψ bytes, and Ψ for the parameters); `ShardedDataParallel` brings each rank only its own
@@ -22,17 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import (
-    Group,
-    Pending,
-    all_gather_into_async,
-    all_gather_objects,
-    group_rank,
-    group_size,
-    new_buffer,
-)
-from lockstep.comm.ledger import about
+from lockstep.comm.collectives import Pending, all_gather_into_async, all_gather_objects, new_buffer
+from lockstep.comm.ledger import about, awaited_later
 from lockstep.errors import UserError
+from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, assign_buckets
 from lockstep.parallel.flat import FlatLayout, Piece
 
@@ -45,21 +40,28 @@ class ParameterBucket:
 
     def __init__(self, parameters: list[nn.Parameter], group: Group, offload: bool) -> None:
         self.parameters, self.group, self.offload = parameters, group, offload and parameters[0].device.type != "cpu"
-        self.size, self.rank = group_size(group), group_rank(group)
-        self.layout = FlatLayout(parameters, self.size)
+        self.layout = FlatLayout(parameters, group.size)
         like = parameters[0]
         self.flat = new_buffer(self.layout.length, like.dtype, like.device, group)
         for parameter, view in zip(parameters, self.layout.fill(self.flat, parameters), strict=True):
             parameter.data = view
-        self.own = self.layout.part(self.flat, self.rank)
-        self.pieces = self.layout.pieces(self.rank)
+        self.own = self.layout.part(self.flat, group.rank)
+        self.pieces = self.layout.pieces(group.rank)
         place = torch.device("cpu") if self.offload else like.device
         self.shards = [nn.Parameter(self.own[piece.at].to(place)) for piece in self.pieces]
         """What the optimizer steps: this rank's pieces, in the parameters' own memory, or in the host's."""
 
-    def gather(self) -> Pending:
-        """Begin to fetch the parts that other ranks have updated."""
-        return all_gather_into_async(self.flat, self.own, self.group, purpose="parameters")
+        self._gathering: Pending | None = None
+
+    def issue_gather(self) -> None:
+        """Fetch the parts that other ranks have updated; `wait` before the parameters are used."""
+        self._gathering = all_gather_into_async(self.flat, self.own, self.group, purpose="parameters")
+
+    def wait(self) -> None:
+        """Until the parameters are whole."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
     def take_gradients(self) -> list[nn.Parameter]:
         """Give each piece its slice of the whole gradient, where there is one; else it keeps what a wrapper gave it.
@@ -100,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         optimizer_cls: Callable[..., torch.optim.Optimizer],
-        process_group: Group = None,
+        process_group: GroupLike = None,
         bucket_mb: float = 25.0,
         offload: bool = False,
         **kwargs: Any,
@@ -108,7 +110,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """`offload`: keep this rank's state, and the masters of its pieces, in the host's memory, and step there."""
         self._make, self._options, self._offload = optimizer_cls, kwargs, offload
         self.times_zeroed = 0
-        self.process_group, self._cap = process_group, bucket_mb * MIB
+        self.overlap_gather = False
+        """`step()` returns with all-gathers in flight: whoever sets this calls `wait_for_parameters` in time."""
+        self.group, self._cap = group_of(process_group, "shard"), bucket_mb * MIB
         self._inner: torch.optim.Optimizer | None = None
         self._frozen: list[nn.Parameter] = []
         self.buckets: list[ParameterBucket] = []
@@ -128,7 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trainable = [p for p in group["params"] if p.requires_grad]
         self._frozen += [p for p in group["params"] if not p.requires_grad]
         grouped = assign_buckets(trainable, self._cap, FIRST_BUCKET_SHARE * self._cap)
-        buckets = [ParameterBucket(parameters, self.process_group, self._offload) for parameters in grouped]
+        buckets = [ParameterBucket(parameters, self.group, self._offload) for parameters in grouped]
         self.buckets += buckets
         pieces = [shard for bucket in buckets for shard in bucket.shards]
         inner_group = {**{k: v for k, v in group.items() if k != "params"}, "params": pieces}
@@ -156,6 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "a parameter that was frozen when ShardedOptimizer was made has a gradient now; make the optimizer "
                 "after unfreezing it"
             )
+        self.wait_for_parameters()
         self._copy_options()
         taken = [shard for bucket in self.buckets for shard in bucket.take_gradients()]
         self.inner.step()
@@ -163,13 +168,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.grad = None
         for bucket in self.buckets:
             bucket.put_back()
-        gathering = []
-        for number, bucket in enumerate(self.buckets):
-            with about(f"bucket {number}"):
-                gathering.append(bucket.gather())
-        for pending in gathering:
-            pending.wait()
+        for number, bucket in reversed(list(enumerate(self.buckets))):  # the first layers are in the last bucket
+            with about(f"bucket {number}"), awaited_later(self.overlap_gather):
+                bucket.issue_gather()
+        if not self.overlap_gather:
+            self.wait_for_parameters()
         return loss
+
+    def wait_for_parameters(self) -> None:
+        """Until what the last step has updated on other ranks is here."""
+        for bucket in reversed(self.buckets):
+            bucket.wait()
 
     def _copy_options(self) -> None:
         """Schedulers write to our groups; the wrapped optimizer reads its own."""
@@ -196,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part. Every rank saves its own; it loads at the same number of ranks only."""
         self._copy_options()
-        rank, ranks = group_rank(self.process_group), group_size(self.process_group)
+        rank, ranks = self.group.rank, self.group.size
         return {"rank": rank, "ranks": ranks, "shard": self.inner.state_dict()}
 
     @torch.no_grad()
@@ -214,7 +223,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 mine.setdefault(numbers[owned.parameter], []).append((owned.piece.inside, state))
         whole: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(numbers):  # one at a time: the ranks' parts meet in small portions
-            for part in all_gather_objects(mine.get(number, []), self.process_group):
+            for part in all_gather_objects(mine.get(number, []), self.group):
                 for inside, state in part:
                     put_together(whole.setdefault(number, {}), state, inside, parameter)
         groups, start = [], 0
@@ -229,7 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A rank's own part (`state_dict`), or the whole (`full_state_dict`, or the unsharded optimizer's)."""
         if "shard" in state_dict:
-            here = (group_rank(self.process_group), group_size(self.process_group))
+            here = (self.group.rank, self.group.size)
             given = (state_dict["rank"], state_dict["ranks"])
             if here != given:
                 raise UserError(

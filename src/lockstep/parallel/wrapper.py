@@ -1,38 +1,97 @@
-"""What the wrappers have in common that make gradients the mean over the ranks, and how all ranks start alike."""
+"""What the wrappers have in common that make gradients the mean over the ranks, and how all ranks start alike.
+
+When a backward pass is over. Autograd has no hook for it, but it runs callbacks that were queued while it ran. A round
+is opened by the first sign of a backward pass, the gradient of an output or of a parameter, whichever comes first; that
+queues the callback, and the callback closes the round: what has not been sent is sent, everything is waited for, and
+the gradients are the mean. So after `loss.backward()` there is nothing left to call, as with PyTorch's DDP and FSDP2.
+
+A rank on which neither an output nor a parameter took part in the loss sees no sign; it has to call
+`finish_gradient_synchronization()`, as the others would wait for it. With DDP they would hang.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from lockstep.comm.collectives import Group, all_gather_objects, all_reduce_async, broadcast, group_size
+from lockstep.comm.collectives import all_gather_objects, all_reduce_async, broadcast
 from lockstep.comm.hosts import flag_device
 from lockstep.errors import UserError
+from lockstep.layout.group import Group, GroupLike, group_of
 
 
 class GradientWrapper(nn.Module, ABC):
-    """Call it like the module, and `finish_gradient_synchronization()` between backward and the optimizer's step."""
+    """Call it like the module; after `backward()` the gradients are the mean over the ranks.
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    `manual`: they are only after `finish_gradient_synchronization()`, and the next forward fails without that call.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, manual: bool = False) -> None:
         super().__init__()
-        self.module, self.group = module, group
+        self.module, self.group, self.manual = module, group, manual
         self._synchronizing = True
+        self._round_is_open = False
+        """A backward pass has begun, and its gradients are not the mean yet."""
+        self._forward_ran = False
+        """Since the last round was closed."""
+        self._buffers_may_differ = True
+        """The last forward pass that trained was one whose gradients are averaged."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.synchronize_buffers()
-        return self.module(*args, **kwargs)
+        self.before_forward()
+        return self.watch_outputs(self.module(*args, **kwargs))
 
-    def synchronize_buffers(self) -> None:
-        """Before a forward pass that trains, running statistics become the first rank's."""
-        if self._synchronizing and self.training and torch.is_grad_enabled():
+    def before_forward(self) -> None:
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        if self._round_is_open and not backward_is_running():  # else it is being recomputed
+            if self.manual:
+                raise UserError(
+                    "backward() ran, and finish_gradient_synchronization() was not called before the next forward: "
+                    "call it between backward() and optimizer.step(), or leave out manual=True"
+                )
+            self.zero_grad()  # a backward that failed: on every rank alike, or the others would wait for it
+        self._forward_ran = True
+        # As DDP: a forward under no_sync leaves the buffers of the next one alone.
+        if self._buffers_may_differ:
             broadcast_buffers(self.module, self.group)
+        self._buffers_may_differ = self._synchronizing
+
+    def watch_outputs(self, outputs: Any) -> Any:
+        """Learn of a backward pass as soon as it begins."""
+        if torch.is_grad_enabled():
+            for value in tree_flatten(outputs)[0]:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(lambda _: self.backward_began())
+        return outputs
+
+    def backward_began(self) -> None:
+        """Open a round, unless one is open."""
+        if self._synchronizing and not self._round_is_open:
+            self._round_is_open = True
+            if not self.manual:
+                when_backward_is_over(self._backward_is_over)
+
+    def _backward_is_over(self) -> None:
+        if self._round_is_open:
+            self.finish_gradient_synchronization()
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Make every gradient the mean over the ranks. `backward()` has done it, unless `manual` was asked for."""
+        if not self._synchronizing:
+            return
+        if self.manual or self._round_is_open or self._forward_ran:
+            self._round_is_open = self._forward_ran = False
+            self.close_round()
 
     @abstractmethod
-    def finish_gradient_synchronization(self) -> None:
-        """Make every `p.grad` the mean over the ranks. Every rank must call it, once per step."""
+    def close_round(self) -> None:
+        """Send what has not been sent, wait for everything, and hand the means over. Every rank does so alike."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -44,16 +103,30 @@ class GradientWrapper(nn.Module, ABC):
             self._synchronizing = before
 
 
+def when_backward_is_over(callback: Callable[[], None]) -> None:
+    """Only inside a backward pass. The one private name that this needs: DDP and FSDP use it too."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_is_running() -> bool:
+    """On this thread."""
+    try:
+        when_backward_is_over(lambda: None)
+    except RuntimeError:  # callbacks are queued during a backward pass only
+        return False
+    return True
+
+
 class Flags:
-    """Told to all ranks: which parameters a rank has used, and whether it has gradients that came too late."""
+    """All-reduced between the hosts: which parameters some rank has used, and whether one has late gradients."""
 
     def __init__(self, used: list[bool], late: bool, device: torch.device, group: Group) -> None:
         self._flags = torch.tensor([*used, late], dtype=torch.float32, device=flag_device(group, device))
-        self._telling = all_reduce_async(self._flags, group=group, purpose="flags")
+        self._pending = all_reduce_async(self._flags, group=group, purpose="flags")
 
     def read(self) -> tuple[list[bool], bool]:
         """The same, of any rank."""
-        self._telling.wait()
+        self._pending.wait()
         *used, late = (self._flags > 0).tolist()
         return used, late
 
@@ -61,7 +134,7 @@ class Flags:
 # ---- what ranks must agree on before they start -------------------------------------------------------------
 
 
-def check_same_model(module: nn.Module, group: Group = None) -> None:
+def check_same_model(module: nn.Module, group: GroupLike = None) -> None:
     """Refuse, on every rank alike, models that differ between ranks: their collectives would mismatch or hang."""
     mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
     everyone = all_gather_objects(mine, group)
@@ -77,16 +150,16 @@ def check_same_model(module: nn.Module, group: Group = None) -> None:
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, group: Group = None) -> None:
+def broadcast_module(module: nn.Module, group: GroupLike = None) -> None:
     """Give every rank the first rank's parameters, frozen ones too, and buffers."""
-    if group_size(group) == 1:
+    if group_of(group).size == 1:
         return
     for tensor in [*module.parameters(), *module.buffers()]:
         broadcast_tensor(tensor, group)
 
 
 @torch.no_grad()
-def broadcast_tensor(tensor: Tensor, group: Group = None) -> None:
+def broadcast_tensor(tensor: Tensor, group: GroupLike = None) -> None:
     """Everybody takes the first rank's, in place, also where it is not contiguous."""
     if tensor.is_contiguous():
         broadcast(tensor.data, group=group, purpose="parameters")
@@ -95,9 +168,9 @@ def broadcast_tensor(tensor: Tensor, group: Group = None) -> None:
 
 
 @torch.no_grad()
-def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
+def broadcast_buffers(module: nn.Module, group: GroupLike = None) -> None:
     """Before a forward pass: everybody starts from the first rank's running statistics, one broadcast per dtype."""
-    if group_size(group) == 1:
+    if group_of(group).size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():

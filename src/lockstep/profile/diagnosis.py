@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.intervals import covered
 from lockstep.profile.trace import Event, self_times
+from lockstep.strategies import STRATEGIES
 
 MATRIX = re.compile(
     r"(?<![a-z])(add|b|badd)?mm(?![a-z])|matmul|linear|conv(?!ert)|attention|flash|sdpa|gemm|nvjet|cutlass|einsum|xmma"
@@ -178,19 +179,9 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
     ideas: list[tuple[bool, str]] = []
     match bound:
         case "communication":
-            manual = parallel.data in ("naive", "flat", "overlap")
             ideas = [
-                (manual, "--parallel.data bucketed (sends buckets while backward still computes)"),
-                (parallel.data == "zero3" and parallel.prefetch < 2, "--parallel.prefetch 2 (gathers further ahead)"),
-                (
-                    parallel.data in ("zero3", "fsdp") and parallel.sharding == "FULL_SHARD",
-                    "--parallel.sharding SHARD_GRAD_OP (parameters are gathered once, not twice, for more memory)",
-                ),
+                *((True, flag) for flag in STRATEGIES[parallel.data].advice(parallel)),
                 (train.accumulation == 1, "--train.accumulation 4 with 4 times the batch (one exchange for 4)"),
-                (
-                    parallel.data in ("bucketed", "naive", "flat", "overlap") and parallel.compression == "none",
-                    "--parallel.compression bf16 (half the bytes)",
-                ),
             ]
         case "compute":
             ideas = [

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from lockstep.bench.profiler import profiler_for, trace_of
-from lockstep.bench.steps import full_batches, meet
-from lockstep.bench.timeline import timeline
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, check_ranges
 from lockstep.data import read_share
 from lockstep.errors import UserError
+from lockstep.layout.world import World
+from lockstep.measure.profiler import profiler_for, trace_of
+from lockstep.measure.steps import full_batches, meet
+from lockstep.measure.timeline import timeline
 from lockstep.profile.diagnosis import DATA, STEP, Diagnosis, busy_spans, diagnose
 from lockstep.profile.regions import named_blocks
 from lockstep.profile.trace import RankTrace, clock_offset_us, collective_events, merged, write_trace
 from lockstep.training.metrics import writing_to
 from lockstep.training.prepare import load_data, prepare_strategy
-from lockstep.world import World
 
 
 @dataclass

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.comm.collectives import all_gather_objects, barrier, group_rank
+from lockstep.comm.collectives import all_gather_objects, barrier
+from lockstep.layout.group import group_of
 
 Event = dict[str, Any]
 COMMUNICATION, WAITING = 1_000_001, 1_000_002  # threads of our own, below the real ones
@@ -40,7 +41,7 @@ def clock_offset_us(rounds: int = 21) -> float:
         barrier()
         everyone = all_gather_objects(time.time() * 1e6)
         ahead.append([moment - everyone[0] for moment in everyone])
-    return float(median(row[group_rank()] for row in ahead))
+    return float(median(row[group_of().rank] for row in ahead))
 
 
 def collective_events(timeline: dict[str, Any], start_us: float) -> list[Event]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.record import Record, read_record
+from lockstep.results.record import Record, read_record
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"

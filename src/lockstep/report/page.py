@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.record import Record, plain
 from lockstep.report.sections import Section, Table, loss_overlay, section
+from lockstep.results.record import Record, plain
 
 FACTS = {
     **{"processor": "processor", "cores": "cores", "memory_gib": "memory, GiB", "gpus": "GPUs"},

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.record import Record
+from lockstep.results.record import Record
 from lockstep.words import counted
 
 Rows = list[dict[str, Any]]

@@ -1,33 +1,37 @@
-"""torch.compile, as the config asks for it."""
+"""torch.compile, as the config asks for it.
+
+Nothing is tuned at the start: neither other forms of the fused kernels nor other matrix products than cuBLAS's made the
+steps of GPT-2 faster. CUDA graphs are not made: the host is ahead of the device as it is, and they would move the
+gradients that hooks have taken hold of.
+"""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.parallel.blocks import blocks_of
-from lockstep.strategies.step import StepOptions
+from lockstep.strategies.options import Options
 
 
-def compiled(function: Callable[..., Any], options: StepOptions) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
     """`function`, compiled if that was asked for."""
     if options.compile == "none":
         return function
-    result: Callable[..., Any] = torch.compile(function, options=inductor_options())
+    result: Callable[..., Any] = torch.compile(function)
     return result
 
 
-def compile_model(model: nn.Module, options: StepOptions) -> None:
+def compile_model(model: nn.Module, options: Options) -> None:
     """In place, so that names stay: as one, or block by block."""
     if options.compile == "model":
-        model.compile(options=inductor_options())
+        model.compile()
     else:
         compile_blocks(model, options)
 
 
-def compile_blocks(model: nn.Module, options: StepOptions) -> None:
+def compile_blocks(model: nn.Module, options: Options) -> None:
     """Inside the blocks, so that hooks stay outside: gradients leave, and weights come, block by block."""
     if options.compile == "none":
         return
@@ -36,16 +40,3 @@ def compile_blocks(model: nn.Module, options: StepOptions) -> None:
     limits.recompile_limit = max(limits.recompile_limit, 4 * len(blocks))  # blocks that differ are compiled one by one
     for _, block in blocks:
         block.forward = compiled(block.forward, options)
-
-
-@cache
-def inductor_options() -> dict[str, Any]:
-    """One for all, else the compiler would not see that blocks are alike.
-
-    Nothing is tuned at the start: neither other forms of the fused kernels nor other matrix products than cuBLAS's
-    made the steps of GPT-2 faster. CUDA graphs are not made: the host is ahead of the device as it is, and they would
-    move the gradients that hooks have taken hold of.
-    """
-    from lockstep.strategies.lean_gradients import LeanGradients  # the compiler takes seconds to import
-
-    return {"post_grad_custom_post_pass": LeanGradients()}

@@ -1,49 +1,126 @@
-"""Our own data parallelism, in its four modes."""
+"""Our own data parallelism, in its four modes: naive, flat, overlap, bucketed."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import ceil, prod
+from typing import Any, cast
 
 from torch import nn
 
+from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.parallel import DataParallel
+from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
+from lockstep.parallel.compression import COMPRESSIONS
 from lockstep.parallel.data_parallel import Sync
-from lockstep.strategies.base import MakeOptimizer
-from lockstep.strategies.step import StepOptions
-from lockstep.strategies.wrapped import Wrapped
-from lockstep.world import World
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.law import Law
+from lockstep.strategies.theory import ModelSizes, Shape, Theory, all_reduce_factor, bucket_sizes, gather_factor
+
+LAWS = {
+    "bf16": "rounding of bf16",
+    "fp16": "rounding of fp16",
+    "topk": "equal at k=100%, nothing lost",
+    "powersgd": "exact at rank 1, nothing lost",
+}
 
 
-class HandWritten(Wrapped):
-    sync: Sync
+class HandWritten(Engine):
+    """`parallel.data` is the mode."""
+
+    takes_compression = True
     module: DataParallel
 
-    def __init__(self, world: World, parallel: Parallel, options: StepOptions) -> None:
-        super().__init__(world, parallel, options)
-        self.equal_to_one_process = parallel.compression == "none"
-        if options.precision == "fp16" and parallel.compression in ("topk", "powersgd"):
+    @classmethod
+    def variant(cls, parallel: Parallel, option: str) -> Parallel | None:
+        if option in COMPRESSIONS:
+            return replace(parallel, compression=cast(Any, option))
+        return replace(parallel, algorithm=option) if option in ALGORITHM_NAMES else None
+
+    @classmethod
+    def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
+        if precision == "fp16" and parallel.compression in ("topk", "powersgd"):
             raise UserError(
                 f"parallel.compression {parallel.compression} does not go with train.precision fp16: what it keeps for "
                 f"the next step would be in the units of another loss scale; use bf16"
             )
 
-    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.model = self.place(model)
-        self.module = DataParallel(
-            self.model,
-            sync=self.sync,
-            bucket_mb=self.parallel.bucket_mb,
-            process_group=self.data_group,
-            compression=self.parallel.compression,
-            topk_ratio=self.parallel.topk_ratio,
-            powersgd_rank=self.parallel.powersgd_rank,
-            algorithm=self.parallel.algorithm,
-        )
-        self.optimizer = make_optimizer(self.trainable())
+    @classmethod
+    def overlaps(cls, parallel: Parallel) -> bool:
+        return parallel.data in ("overlap", "bucketed")
 
-    def skips_on_device(self) -> bool:
-        """Compression has to forget what it kept of a skipped step."""
-        return self.parallel.compression == "none" and super().skips_on_device()
+    @classmethod
+    def law(cls, parallel: Parallel) -> Law | None:
+        if parallel.compression == "none":
+            return None
+        equal = replace(parallel, topk_ratio=1.0) if parallel.compression == "topk" else None
+        return Law(LAWS[parallel.compression], equal)
+
+    @classmethod
+    def advice(cls, parallel: Parallel) -> Iterator[str]:
+        if parallel.data != "bucketed":
+            yield "--parallel.data bucketed (sends buckets while backward still computes)"
+        if parallel.compression == "none":
+            yield "--parallel.compression bf16 (half the bytes)"
+
+    @classmethod
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+        """Ψ gradients, and a flag for each parameter ("used on this rank"); where backward overlaps, one flag more
+        ("some are late").
+        """
+        match parallel.data:
+            case "flat":
+                buckets = [list(reversed(sizes.sizes))]
+            case "bucketed":
+                buckets = bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
+            case _:
+                buckets = [[size] for size in reversed(sizes.sizes)]
+        flags = len(sizes.sizes) + (parallel.data in ("overlap", "bucketed"))
+        reduce, itemsize = all_reduce_factor(ranks), sizes.itemsize
+        match parallel.compression:
+            case "bf16" | "fp16":
+                return Theory(len(buckets), reduce * (sizes.psi + flags) * 2)
+            case "topk":
+                kept = sum(min(sum(b), max(1, ceil(parallel.topk_ratio * sum(b)))) for b in buckets)
+                pairs = gather_factor(ranks) * ranks * kept * (itemsize + 4)  # a value and an int32 index, of each rank
+                return Theory(3 * len(buckets), pairs + reduce * flags * itemsize)
+            case "powersgd":
+                sent, rounds = flags, 0
+                shapes = iter(reversed(sizes.shapes))
+                for bucket in buckets:
+                    thin = [powersgd_elements(next(shapes), parallel.powersgd_rank) for _ in bucket]
+                    sent += sum(elements for elements, _ in thin)
+                    rounds += 2 if any(compressed for _, compressed in thin) else 1
+                return Theory(rounds, reduce * sent * itemsize)
+            case _:
+                return Theory(len(buckets), reduce * (sizes.psi + flags) * itemsize)
+
+    def wrap(self, stage: nn.Module) -> None:
+        parallel = self.parallel
+        self.model = stage
+        self.module = DataParallel(
+            stage,
+            sync=cast(Sync, parallel.data),
+            bucket_mb=parallel.bucket_mb,
+            process_group=self.layout.gradient,
+            compression=parallel.compression,
+            topk_ratio=parallel.topk_ratio,
+            powersgd_rank=parallel.powersgd_rank,
+            algorithm=parallel.algorithm,
+        )
+        self.host_decides = parallel.compression != "none"  # it forgets what it kept of a skipped step
+        self.optimizer = self.options.make_optimizer(self.trainable())
+
+    def synchronize(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.module.no_sync()
+
+    def zero_gradients(self) -> None:
+        self.module.zero_grad()
+
+    def finish_gradients(self) -> None:
+        self.module.finish_gradient_synchronization()
 
     def on_skip(self) -> None:
         self.module.forget_step()
@@ -57,17 +134,11 @@ class HandWritten(Wrapped):
             self.module.load_reducer_state(state["reducers"])
 
 
-class Naive(HandWritten):
-    sync = "naive"
-
-
-class Flat(HandWritten):
-    sync = "flat"
-
-
-class Overlap(HandWritten):
-    sync = "overlap"
-
-
-class Bucketed(HandWritten):
-    sync = "bucketed"
+def powersgd_elements(shape: Shape, rank: int) -> tuple[int, bool]:
+    """(elements sent for one parameter, whether it is sent as two thin factors)."""
+    total = prod(shape)
+    if len(shape) < 2:
+        return total, False
+    rows, columns = shape[0], total // shape[0]
+    thin = (rows + columns) * min(rank, rows, columns)
+    return (thin, True) if thin < total else (total, False)

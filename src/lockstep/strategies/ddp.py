@@ -1,37 +1,46 @@
 """PyTorch's own DistributedDataParallel, observed."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.observe import ObservedGroup
-from lockstep.strategies.base import MakeOptimizer, Strategy
+from lockstep.config import Parallel
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor
 
 DEFAULT_BUCKET_MB = 25.0
 """Left to PyTorch where it is its default: only then does it make its first bucket smaller."""
 
 
-class DDP(Strategy):
-    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.model = self.module = self.place(model)
+class DDP(Engine):
+    @classmethod
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+        return Theory(None, all_reduce_factor(ranks) * sizes.psi * sizes.itemsize)
+
+    @classmethod
+    def advice(cls, parallel: Parallel) -> Iterator[str]:
+        yield "--parallel.data bucketed --parallel.compression bf16 (half the bytes)"
+
+    def wrap(self, stage: nn.Module) -> None:
+        self.model = self.module = stage
         self.group: ObservedGroup | None = None
-        self.optimizer = make_optimizer(self.trainable())
-        if self.world.size == 1 or not self.trainable():
+        self.optimizer = self.options.make_optimizer(self.trainable())
+        if self.layout.gradient.size == 1 or not self.trainable():
             return
-        group = self.data_group or dist.group.WORLD
-        assert group is not None
         # Without buffers, DDP broadcasts only once: rank 0's order of buckets, after the first step.
-        self.group = ObservedGroup(group, broadcasts="buffers" if any(True for _ in model.buffers()) else "setup")
+        broadcasts = "buffers" if any(True for _ in stage.buffers()) else "setup"
+        self.group = ObservedGroup(self.layout.gradient, broadcasts)
         self.module = DistributedDataParallel(
-            self.model,
+            stage,
             process_group=self.group,
             bucket_cap_mb=None if self.parallel.bucket_mb == DEFAULT_BUCKET_MB else self.parallel.bucket_mb,
             gradient_as_bucket_view=True,
         )
 
-    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+    def synchronize(self, last: bool) -> AbstractContextManager[None]:
         if last or not isinstance(self.module, DistributedDataParallel):
             return nullcontext()
         no_sync: AbstractContextManager[None] = self.module.no_sync()
@@ -39,4 +48,4 @@ class DDP(Strategy):
 
     def finish_gradients(self) -> None:
         if self.group is not None:
-            self.group.waits_until_now(self.world.device)
+            self.group.waits_until_now(self.layout.world.device)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lockstep.config import Parallel
 from lockstep.errors import UserError
-from lockstep.strategies.step import StepOptions
+from lockstep.strategies.options import Options
 
 
 def zero_settings(stage: int, offload: str, nvme_path: str) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def zero_settings(stage: int, offload: str, nvme_path: str) -> dict[str, Any]:
     return zero
 
 
-def deepspeed_settings(parallel: Parallel, options: StepOptions) -> dict[str, Any]:
+def deepspeed_settings(parallel: Parallel, options: Options) -> dict[str, Any]:
     """What the engine is told: the user's file, if any, with everything that our own config decides filled in."""
     ours = our_fields(options)
     if parallel.deepspeed_config is None:
@@ -51,7 +51,7 @@ def deepspeed_settings(parallel: Parallel, options: StepOptions) -> dict[str, An
 BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def our_fields(options: StepOptions) -> dict[str, tuple[str, Any]]:
+def our_fields(options: Options) -> dict[str, tuple[str, Any]]:
     """DeepSpeed's field -> (our key, our value)."""
     fields: dict[str, tuple[str, Any]] = {
         "gradient_accumulation_steps": ("train.accumulation", options.accumulation),

@@ -19,6 +19,7 @@ from torch import Tensor
 from lockstep.comm.collectives import all_gather_single, reduce_scatter_single
 from lockstep.comm.ledger import Entry, about, active_ledger, mark
 from lockstep.comm.observe import observed
+from lockstep.layout.group import group_of
 
 
 def observe(module: Any, name: str, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class ObservedGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        with about(self.name), observed("all_gather", "parameters", output_tensor, group):
+        with about(self.name), observed("all_gather", "parameters", output_tensor, group_of(group, "shard")):
             work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
@@ -60,7 +61,7 @@ class ObservedScatter(ObservedGather):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        with about(self.name), observed("reduce_scatter", "gradients", input_tensor, group):
+        with about(self.name), observed("reduce_scatter", "gradients", input_tensor, group_of(group, "shard")):
             work: dist.Work | None = reduce_scatter_single(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )

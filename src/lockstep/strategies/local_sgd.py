@@ -1,5 +1,7 @@
-"""Local SGD and DiLoCo behind the common face."""
+"""Local SGD and DiLoCo: ranks train apart, and average their parameters every few steps."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,27 +9,59 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.hosts import any_rank
+from lockstep.config import Parallel
+from lockstep.layout import Held
 from lockstep.parallel import LocalSGD as Averager
-from lockstep.strategies.base import MakeOptimizer, Strategy
+from lockstep.parallel.local_sgd import CHUNK_BYTES
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.law import Law
+from lockstep.strategies.state import RegionState
+from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes
+
+DILOCO_LR = 0.7
 
 
-class LocalSGD(Strategy):
+class LocalSGD(Engine):
     """Ranks differ between two meetings, so this equals one process only for K = 1 and a linear optimizer."""
 
-    equal_to_one_process = False
+    variants = ("diloco",)
+    host_decides = True
+    sends_after_step = True
 
-    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.model = self.module = self.place(model)
+    @classmethod
+    def variant(cls, parallel: Parallel, option: str) -> Parallel | None:
+        return replace(parallel, outer_lr=parallel.outer_lr or DILOCO_LR) if option == "diloco" else None
+
+    @classmethod
+    def law(cls, parallel: Parallel) -> Law:
+        # With lr 1 and no momentum DiLoCo's outer step lands on the mean.
+        outer_lr = 1.0 if parallel.outer_lr else 0.0
+        equal = replace(parallel, sync_every=1, outer_lr=outer_lr, outer_momentum=0.0)
+        return Law("equal at K=1 with SGD", equal, linear_only=True)
+
+    @classmethod
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+        """Of a step with a meeting; steps between meetings send nothing."""
+        chunks = bucket_sizes(sizes.sizes, sizes.itemsize, CHUNK_BYTES / 1024**2)
+        return Theory(len(chunks), all_reduce_factor(ranks) * sizes.psi * sizes.itemsize)
+
+    @classmethod
+    def meets_every(cls, parallel: Parallel) -> int:
+        return parallel.sync_every
+
+    @classmethod
+    def advice(cls, parallel: Parallel) -> Iterator[str]:
+        yield f"--parallel.sync-every {2 * parallel.sync_every} (ranks meet half as often)"
+
+    def wrap(self, stage: nn.Module) -> None:
+        parallel = self.parallel
+        self.model = self.module = stage
         self.averager = Averager(
-            self.model,
-            self.parallel.sync_every,
-            self.parallel.outer_lr,
-            self.parallel.outer_momentum,
-            self.data_group,
+            stage, parallel.sync_every, parallel.outer_lr, parallel.outer_momentum, self.layout.gradient
         )
-        self.optimizer = make_optimizer(self.trainable())
+        self.optimizer = self.options.make_optimizer(self.trainable())
 
-    def after_optimizer_step(self) -> None:
+    def after_step(self) -> None:
         self.averager.after_step()
 
     def finish(self) -> None:
@@ -36,20 +70,16 @@ class LocalSGD(Strategy):
 
     def agree_finite(self, finite: bool) -> bool:
         """Gradients are each rank's own here: one NaN must stop all, or the ranks would meet at different steps."""
-        return not any_rank(not finite, self.world.device, self.data_group)
+        return not any_rank(not finite, self.layout.world.device, self.layout.gradient)
 
-    def skips_on_device(self) -> bool:
-        return False
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """The ranks' own gradients differ; what can be held against one process is their mean."""
-        mine = super().full_gradients()
-        flat = torch.cat([g.reshape(-1) for g in mine.values()])
-        parts = all_reduce(flat / self.world.size, purpose="check").split([g.numel() for g in mine.values()])
-        return {name: part.view_as(mine[name]) for name, part in zip(mine, parts, strict=True)}
-
-    def before_saving(self) -> None:
-        """Every rank saves its own."""
+    def gradients(self) -> dict[str, Held]:
+        """The ranks' own differ; what can be held against one process is their mean."""
+        mine = super().gradients()
+        means = {}
+        for name, held in mine.items():
+            mean = all_reduce(held.tensor / self.layout.gradient.size, group=self.layout.gradient, purpose="check")
+            means[name] = Held(mean, held.region)
+        return means
 
     def own_state(self) -> dict[str, Any]:
         """Between two meetings the ranks' weights, and always their optimizers' states, differ."""
@@ -65,19 +95,37 @@ class LocalSGD(Strategy):
             self.optimizer.load_state_dict(state["optimizer"])
             self.averager.load_state_dict(state["averager"])
 
+    def make_state(self) -> "LocalState":
+        return LocalState(self)
+
+
+class LocalState:
+    """Every rank saves its own; the model that another number of ranks could go on with is the mean."""
+
+    def __init__(self, engine: LocalSGD) -> None:
+        self.engine, self._ordinary = engine, RegionState(engine)
+
+    def before_saving(self) -> None:
+        """Nothing: ranks are meant to differ."""
+
     def state_dict(self) -> dict[str, Any]:
-        """The model that another number of ranks could go on with is the mean."""
-        state = super().state_dict()
+        state, group = self._ordinary.state_dict(), self.engine.layout.gradient
         for name, value in state.items():
-            if name.startswith("model.") and value.is_floating_point() and self.dims.data > 1:
-                mean = all_reduce(value.clone(), group=self.data_group, purpose="check")
-                state[name] = mean.div_(self.dims.data)
+            if name.startswith("model.") and value.is_floating_point() and group.size > 1:
+                state[name] = all_reduce(value.clone(), group=group, purpose="check").div_(group.size)
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+    def to_load(self, saved: set[str]) -> dict[str, Any]:
+        return self._ordinary.to_load(saved)
+
+    def load(self, state: dict[str, Any]) -> None:
+        model = self.engine.model
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
             for name in [n for n in state if n.startswith("model.")]:
                 named[name.removeprefix("model.")].copy_(state[name])
-        self.averager.restart()
-        super().load_state_dict({name: value for name, value in state.items() if not name.startswith("model.")})
+        self.engine.averager.restart()
+        self._ordinary.load({name: value for name, value in state.items() if not name.startswith("model.")})
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self._ordinary.full_state_dict()

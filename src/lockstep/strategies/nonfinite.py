@@ -2,24 +2,24 @@
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.data import Batch
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.holdings import local
+from lockstep.layout.region import local
+from lockstep.strategies.parallel_model import ParallelModel
 
 
-def locate_nonfinite(strategy: Strategy, batch: Batch) -> str:
+def locate_nonfinite(strategy: ParallelModel, batch: Batch) -> str:
     """What was not finite in a skipped step, in words. Every rank must call it, with its share of that step's batch.
 
     After the average every rank holds the same NaN; so every rank runs its share once more without averaging, and says
     what it finds.
     """
-    batch = batch.to(strategy.world.device, strategy.dtype)
-    totals = strategy.accumulate_gradients(batch, synchronize=False)
+    engine = strategy.engine
+    totals = strategy.worker.only_gradients(batch)
     loss_is_bad = not bool(totals.own_loss.isfinite())
     tensors = [("weight", name, local(p)) for name, p in strategy.model.named_parameters()]
-    tensors += [("gradient of", name, gradient) for name, gradient in strategy.own_gradients() if gradient is not None]
+    tensors += [("gradient of", name, gradient) for name, gradient in engine.own_gradients() if gradient is not None]
     found = [f"{what} {name}" for what, name, tensor in tensors if not bool(tensor.isfinite().all())]
     inputs_bad = batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all())
-    strategy.zero_gradients()
+    engine.zero_gradients()
     mine = ["its inputs"] * inputs_bad + found + ["its loss"] * (loss_is_bad and not found and not inputs_bad)
     totals.pending.wait()
     findings = [

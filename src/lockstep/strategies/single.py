@@ -2,18 +2,23 @@
 
 from torch import nn
 
-from lockstep.data import Share
-from lockstep.strategies.base import MakeOptimizer, Strategy
-from lockstep.world import ParallelDims
+from lockstep.config import Parallel
+from lockstep.layout import Degrees
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.theory import NOTHING, ModelSizes, Theory
 
 
-class Single(Strategy):
+class Single(Engine):
     """In a world of several ranks, each does all the work by itself and none communicates."""
 
-    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.dims = ParallelDims(dp_replicate=1)
-        self.model = self.module = self.place(model)
-        self.optimizer = make_optimizer(self.trainable())
+    @classmethod
+    def degrees(cls, parallel: Parallel, ranks: int) -> Degrees:
+        return Degrees()
 
-    def batch_share(self) -> Share:
-        return Share()
+    @classmethod
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+        return NOTHING
+
+    def wrap(self, stage: nn.Module) -> None:
+        self.model = self.module = stage
+        self.optimizer = self.options.make_optimizer(self.trainable())

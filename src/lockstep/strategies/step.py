@@ -1,4 +1,4 @@
-"""What a step is told and what it tells: options, sums over the global batch, the result, where its time went."""
+"""What a step tells: sums over the global batch, the result, where its time went."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,35 +11,11 @@ from torch import Tensor
 
 from lockstep.comm.collectives import Pending
 from lockstep.comm.ledger import Mark, mark, seconds_between
-from lockstep.models.loss import LossSum
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
-"""Dtype of the weights for each precision; bf16 and fp16 compute under autocast."""
-
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class StepOptions:
-    """What a step does besides being spread."""
-
-    loss: LossSum
-    accumulation: int = 1
-    clip_norm: float | None = None
-    precision: str = "fp32"
-    compile: str = "none"
-    """Or blocks, or model: what torch.compile is to take as one."""
-    batch_size: int | None = None
-    """Of the global batch, where it is known beforehand."""
-    example: Tensor | None = None
-    """A batch of one sample's inputs, for an engine that must have computed before it can load."""
-    save_trained_only: bool = False
-    """Checkpoints leave out what is frozen: the model that adapters were put on is somewhere else already."""
 
 
 @dataclass
 class Totals:
-    """Sums over the global batch, on their way while the step goes on."""
+    """Sums over the global batch, in flight while the step goes on."""
 
     sums: Tensor
     """[sum of losses, correct predictions]"""
@@ -56,7 +32,7 @@ class Totals:
 
 
 class ToHost:
-    """Numbers of a GPU on their way to the host. Whoever reads them waits for them, but not for what was queued later:
+    """Numbers of a GPU being copied to the host. Whoever reads them waits for them, but not for what was queued later:
     so the host can look at one step while the device is busy with the next.
     """
 
@@ -85,7 +61,7 @@ class Numbers(NamedTuple):
 
 @dataclass
 class StepResult:
-    """What one step did, on its way until somebody reads it."""
+    """What one step did; in flight until somebody reads it."""
 
     totals: Totals
     grad_norm: Tensor
@@ -127,7 +103,7 @@ class StepResult:
     def stop(self) -> bool:
         """Some rank was asked to stop before this step began; all ranks know it at the same step."""
         if self._sent is None:
-            return bool(self.totals.counts[1] > 0)  # there before backward began; the loss may be on its way still
+            return bool(self.totals.counts[1] > 0)  # there before backward began; the loss may still be in flight
         return self.numbers().stops > 0
 
 

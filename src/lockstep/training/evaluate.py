@@ -5,12 +5,12 @@ import torch
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.hosts import any_rank
 from lockstep.data import Sampler, Split, read_share
-from lockstep.strategies import Strategy
+from lockstep.strategies import ParallelModel
 
 EVALUATION_BATCH = 512
 
 
-def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATCH) -> tuple[float, float] | None:
+def evaluate(strategy: ParallelModel, split: Split, batch_size: int = EVALUATION_BATCH) -> tuple[float, float] | None:
     """(mean loss, accuracy) over `split`; None if some rank was asked to stop meanwhile."""
     share = strategy.batch_share()
     sums = torch.zeros(3, dtype=torch.float64, device=strategy.world.device)
@@ -20,7 +20,7 @@ def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATC
     for indices in Sampler(len(split), batch_size, shuffle=False).epoch(0):
         stopped = strategy.stop_requested
         if share.count > 1:  # all ranks leave at the same batch: forward itself may communicate
-            stopped = any_rank(stopped, strategy.world.device, strategy.data_group)
+            stopped = any_rank(stopped, strategy.world.device, strategy.layout.loss)
         if stopped:
             break
         sums += strategy.evaluate(read_share(split, indices, share))
@@ -28,6 +28,6 @@ def evaluate(strategy: Strategy, split: Split, batch_size: int = EVALUATION_BATC
     if stopped:
         return None
     if share.count > 1:
-        all_reduce(sums, group=strategy.data_group, purpose="evaluation")
+        all_reduce(sums, group=strategy.layout.loss, purpose="evaluation")
     loss, correct, count = sums.tolist()
     return loss / max(count, 1.0), correct / max(count, 1.0)

@@ -6,15 +6,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lockstep.checkpoint import manifest
+from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints
+from lockstep.checkpoint.storage import read_into, saved_names
 from lockstep.config import Config, load_config
 from lockstep.data import DataSet, build_data
 from lockstep.errors import UserError
+from lockstep.layout.world import World
 from lockstep.models.lora import merge_lora
-from lockstep.training import manifest
-from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints
 from lockstep.training.prepare import load_weights, prepared_model
-from lockstep.training.storage import read_into, saved_names
-from lockstep.world import World
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from math import nan
@@ -11,25 +12,26 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
+from lockstep.checkpoint.manifest import MANIFEST, read_run
 from lockstep.comm.ledger import Ledger, Mark, mark, seconds_between
 from lockstep.config import GPT, Config, check_ranges, save_config
 from lockstep.data import Batch, DataSet, Sampler, read_share
 from lockstep.errors import UserError
-from lockstep.record import Record
-from lockstep.strategies import StepResult, Strategy
+from lockstep.layout.world import World
+from lockstep.measure.peak import peak_flops, slow_bf16
+from lockstep.results.record import Record
+from lockstep.strategies import ParallelModel, StepResult
 from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.strategies.step import Phases
-from lockstep.training.checkpoint import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
-from lockstep.training.manifest import MANIFEST
 from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
 from lockstep.training.optimizer import learning_rate
-from lockstep.training.peak import peak_flops, slow_bf16
 from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.run_folder import CONFIG, choose_folder, locked
 from lockstep.training.status import StatusBar
-from lockstep.training.stopping import stopping_at_sigterm
+from lockstep.training.stopping import stopping_in_good_order
 from lockstep.words import counted
-from lockstep.world import World
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -49,37 +51,63 @@ class TrainResult:
     is_main: bool = True
     """Whether this is rank 0's result."""
     stopped: bool = False
-    """By SIGTERM, before the last step; there is a checkpoint."""
+    """Before the last step, by SIGTERM or Ctrl-C."""
+    stopped_by: str = ""
+    """The signal's name."""
+    not_saved: str | None = None
+    """Why the last checkpoint, which the run should leave behind, is not there."""
+    folder: Path | None = None
 
 
 def train(
-    world: World, config: Config, folder: Path | None = None, quiet: bool = False, resume: Path | None = None
+    world: World,
+    config: Config,
+    folder: Path | None = None,
+    quiet: bool = False,
+    resume: Path | None = None,
 ) -> TrainResult:
     """Train as the config says; rank 0 shows progress and writes metrics and the resolved config to `folder`.
 
-    `resume`: a run's folder, or one checkpoint, to go on from.
+    `resume`: a run's folder, or one checkpoint, to go on from. Nothing is written before that has succeeded.
     """
     check_ranges(config)
-    torch.manual_seed(config.train.seed + world.rank)
+    with locked(world, folder) if folder is not None else nullcontext():
+        return _train(world, config, folder, quiet, resume)
+
+
+def train_in_folder(world: World, config: Config, run_dir: str | None, resume: str | None) -> TrainResult:
+    """The same, with the folder that the first rank chooses (`run_folder.py`)."""
+    chosen = choose_folder(world, config, run_dir, resume)
+    for line in chosen.passed_over if world.is_main else ():
+        print(line)
+    result = train(world, config, chosen.folder, resume=chosen.source)
+    result.folder = chosen.folder
+    return result
+
+
+def _train(world: World, config: Config, folder: Path | None, quiet: bool, resume: Path | None) -> TrainResult:
     dataset = load_data(world, config)
     strategy = prepare_strategy(world, config, dataset)
-    if world.is_main and folder is not None:
-        with writing_to(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            save_config(config, folder / "config.yaml")
-            Record("train", {"ranks": world.size}, asdict(config), title=folder.name).write(folder / "run.json")
+    torch.manual_seed(strategy.layout.seed(config.train.seed))
     saving = config.checkpoint
     checkpoints = None
     if folder is not None:
-        checkpoints = Checkpoints(world, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
+        given = (world, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
+        checkpoints = Checkpoints(*given, parameters=strategy.parameters)
         if saving.every:
             checkpoints.get_ready()
-    with MetricsWriter(folder if world.is_main else None) as metrics:
-        run = Run(world, config, dataset, strategy, metrics, checkpoints, quiet or not world.is_main)
-        if resume is not None:
-            run.resume(resume)
-        with stopping_at_sigterm(strategy):
-            return run.train()
+    run = Run(world, config, dataset, strategy, checkpoints, quiet or not world.is_main)
+    if resume is not None:
+        run.resume(resume)
+    if world.is_main and folder is not None:
+        with writing_to(folder):
+            save_config(config, folder / CONFIG)
+            Record("train", {"ranks": world.size}, asdict(config), title=folder.name).write(folder / "run.json")
+    with MetricsWriter(folder if world.is_main else None) as metrics, stopping_in_good_order(strategy) as signals:
+        run.metrics = metrics
+        result = run.train()
+        result.stopped_by = (signals or ["SIGTERM"])[0] if result.stopped else ""
+        return result
 
 
 def steps_ahead(device: torch.device) -> int:
@@ -112,12 +140,12 @@ class Run:
         world: World,
         config: Config,
         dataset: DataSet,
-        strategy: Strategy,
-        metrics: MetricsWriter,
+        strategy: ParallelModel,
         checkpoints: Checkpoints | None,
         quiet: bool,
     ) -> None:
-        self.world, self.config, self.dataset, self.strategy, self.metrics = world, config, dataset, strategy, metrics
+        self.world, self.config, self.dataset, self.strategy = world, config, dataset, strategy
+        self.metrics = MetricsWriter(None)
         self.checkpoints, self.quiet, self.stopped = checkpoints, quiet, False
         found = Console(quiet=quiet)
         self.console = found if found.is_terminal else Console(quiet=quiet, width=160)
@@ -157,19 +185,21 @@ class Run:
         else:
             self.strategy.finish()
             test_loss, test_accuracy = self._evaluate(epoch)
+        not_saved = None
         if self.checkpoints is not None and (self.stopped or self.config.checkpoint.every):
             self._save(wait=True)
+            not_saved = self.checkpoints.failed
         recent = self.losses[-10:]
-        seconds = time.perf_counter() - start
         return TrainResult(
-            self.steps_done,
-            sum(recent) / max(1, len(recent)),
-            test_loss,
-            test_accuracy,
-            seconds,
-            self.losses,
-            self.world.is_main,
-            self.stopped,
+            steps=self.steps_done,
+            loss=sum(recent) / max(1, len(recent)),
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
+            seconds=time.perf_counter() - start,
+            losses=self.losses,
+            is_main=self.world.is_main,
+            stopped=self.stopped,
+            not_saved=not_saved,
         )
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
@@ -201,8 +231,8 @@ class Run:
             self.console.print(f"[yellow]damaged, passed over:[/] {line}", soft_wrap=True)
         if found is None:
             raise UserError(f"{home} has no whole checkpoint to go on from")
+        check_same_course(read_run(found), self._course(), found)
         saved = reading.load(found, self.strategy)
-        check_same_course(saved, self._course(), found)
         self.steps_done = int(saved["step"])
         ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
         self.console.print(f"resumed at step {self.steps_done} from {found}{ranks}", soft_wrap=True)

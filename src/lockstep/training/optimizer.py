@@ -9,18 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Train
-from lockstep.models.kernels import usable_on
 
 
 def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     parameters = list(parameters) or [nn.Parameter(torch.empty(0))]  # torch refuses an empty list
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
-    tensors = tensors_of(parameters)
-    if train.optimizer == "adamw" and should_fuse(parameters) and tensors and all(map(usable_on, tensors)):
-        from lockstep.models.kernels.adamw import AdamW  # Triton is where GPUs are
-
-        return AdamW(parameters, train.lr, train.betas, train.weight_decay)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
     fused = should_fuse(parameters) or None  # None: PyTorch's own default
     return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,24 +15,29 @@ from torch import nn
 from lockstep.config import GPT, Config
 from lockstep.data import DataSet, DataSpec, build_data
 from lockstep.errors import UserError
-from lockstep.models import build_model, parameter_count, training_flops
+from lockstep.layout.world import World
+from lockstep.measure.expected import named_config
+from lockstep.models import build_model, training_flops
+from lockstep.models.deferred import Deferred, seeded
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
-from lockstep.parallel.recompute import recompute
-from lockstep.strategies import StepOptions, Strategy, make_strategy
-from lockstep.strategies.step import COMPUTE_DTYPES
+from lockstep.strategies import Options, ParallelModel, make_layout, parallelize
+from lockstep.strategies.options import COMPUTE_DTYPES
 from lockstep.training.optimizer import optimizer_factory
-from lockstep.world import World
 
 
-def step_options(config: Config, dataset: DataSet) -> StepOptions:
+def options_for(config: Config, dataset: DataSet) -> Options:
     train = config.train
-    return StepOptions(
+    return Options(
         loss=loss_for(dataset.spec.kind),
+        make_optimizer=optimizer_factory(train),
+        parallel=config.parallel,
         accumulation=train.accumulation,
         clip_norm=train.clip_norm,
         precision=train.precision,
         compile=train.compile,
+        recompute=train.recompute,
+        recompute_every=train.recompute_every,
         batch_size=train.batch_size,
         example=dataset.train.batch(torch.zeros(1, dtype=torch.long)).inputs,
         save_trained_only=config.lora.rank > 0,
@@ -57,7 +63,7 @@ def load_data(world: World, config: Config) -> DataSet:
 
 
 def prepared_model(config: Config, spec: DataSpec, plain: nn.Module | None = None) -> nn.Module:
-    """The config's model on one device, with its adapters and its activation checkpointing.
+    """The config's model on one device, with its adapters.
 
     `plain` is what `build_model` gives for it, where the caller has it already; it is copied.
     """
@@ -67,10 +73,9 @@ def prepared_model(config: Config, spec: DataSpec, plain: nn.Module | None = Non
     lora = config.lora
     if lora.rank > 0:
         frozen_dtype = torch.bfloat16 if lora.frozen_dtype == "bf16" else None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.train.seed + 1)
+        with seeded(config.train.seed + 1):
             add_lora(model, lora.rank, lora.alpha, lora.targets, frozen_dtype)
-    return recompute(model, config.train.recompute, config.train.recompute_every)
+    return model
 
 
 def load_weights(model: nn.Module, file: Path) -> None:
@@ -109,13 +114,22 @@ def check_device(world: World, config: Config) -> None:
         )
 
 
-def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.Module | None = None) -> Strategy:
-    """The model of the config (a copy of `plain` with what was asked for), spread by the strategy of the config."""
+def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.Module | None = None) -> ParallelModel:
+    """The model of the config (a copy of `plain` with what was asked for), spread as the config says."""
     check_device(world, config)
     # A CPU without units for bf16 computes all the same; torch tells of it with pages of its own frames.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    strategy = make_strategy(world, config.parallel, step_options(config, dataset))
-    model = prepared_model(config, dataset.spec, plain)
-    strategy.parameters, strategy.flops_per_sample = parameter_count(model), training_flops(model)
-    strategy.prepare(model, optimizer_factory(config.train))
+    build = partial(prepared_model, config, dataset.spec, plain)
+    given_whole = plain is not None or config.train.weights is not None
+    layout = make_layout(world, config.parallel)
+    strategy = parallelize(build() if given_whole else Deferred(build), layout, options_for(config, dataset))
+    with torch.device("meta"):
+        strategy.flops_per_sample = training_flops(build_model(config.model, dataset.spec))
     return strategy
+
+
+def prepare_named(
+    world: World, config: Config, name: str, dataset: DataSet, plain: nn.Module | None = None
+) -> ParallelModel:
+    """The same, with the strategy of that name."""
+    return prepare_strategy(world, named_config(config, name), dataset, plain)

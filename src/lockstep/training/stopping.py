@@ -1,26 +1,37 @@
 """When somebody wants the machine back."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from lockstep.strategies import Strategy
+from lockstep.strategies import ParallelModel
+
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 @contextmanager
-def stopping_at_sigterm(strategy: Strategy) -> Iterator[None]:
-    """A machine that is wanted back sends SIGTERM: the step is finished, all ranks agree to stop, and save."""
+def stopping_in_good_order(strategy: ParallelModel) -> Iterator[list[str]]:
+    """SIGTERM or Ctrl-C: the step is finished, all ranks agree to stop, and save. A second Ctrl-C ends at once.
+
+    Gives the names of the signals that have come to this rank.
+    """
+    received: list[str] = []
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread only
+        yield received  # signals come to the main thread only
         return
 
-    def remember(*_: Any) -> None:
-        strategy.stop_requested = True
+    def remember(number: int, _: object) -> None:
+        if number == signal.SIGINT and "Ctrl-C" in received:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        received.append(NAMES[signal.Signals(number)])
+        strategy.request_stop()
 
-    before = signal.signal(signal.SIGTERM, remember)
+    before = {number: signal.signal(number, remember) for number in NAMES}
     try:
-        yield
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

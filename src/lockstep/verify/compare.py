@@ -1,4 +1,8 @@
-"""A strategy and one process, step by step on the same global batches."""
+"""A strategy and one process, step by step on the same global batches.
+
+Every rank compares what it holds, region by region, with the same regions of the reference; and all ranks' regions
+together must cover every parameter.
+"""
 
 from dataclasses import dataclass
 
@@ -9,11 +13,14 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Parallel
 from lockstep.data import IGNORED, Batch
+from lockstep.layout import Held, Region, World
+from lockstep.layout.region import uncovered
+from lockstep.models.deferred import Deferred
 from lockstep.models.loss import loss_for
-from lockstep.strategies import StepOptions, Strategy
+from lockstep.strategies import STRATEGIES, Options, ParallelModel, make_layout, parallelize
+from lockstep.strategies.table import Table
 from lockstep.training.optimizer import optimizer_factory
 from lockstep.verify.scenarios import Scenario
-from lockstep.world import World
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
@@ -78,7 +85,7 @@ class Reference:
         self.initial = self._weights()
 
     def _restart(self) -> None:
-        self._model = self.scenario.build(seed=0, plain=True).to(self.world.device, self.dtype)
+        self._model = self.scenario.build(seed=0).to(self.world.device, self.dtype)
         self._optimizer = self.make_optimizer(p for p in self._model.parameters() if p.requires_grad)
 
     def after(self, step: int) -> Moment:
@@ -108,19 +115,28 @@ class Reference:
         return Moment(loss.item(), gradients, self._weights())
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def compare(
-    reference: Reference, strategy_class: type[Strategy], parallel: Parallel, steps: int
-) -> tuple[Comparison, Strategy]:
+    reference: Reference, parallel: Parallel, steps: int, table: Table = STRATEGIES
+) -> tuple[Comparison, ParallelModel]:
     """Run a strategy beside the reference. Returns the worst differences and the strategy, as it is after the last."""
     world, scenario = reference.world, reference.scenario
-    options = StepOptions(loss_for(scenario.spec.kind), scenario.accumulation, scenario.clip_norm, reference.precision)
-    strategy = strategy_class(world, parallel, options)
-    strategy.keep_gradients = True
+    options = Options(
+        loss=loss_for(scenario.spec.kind),
+        make_optimizer=reference.make_optimizer,
+        parallel=parallel,
+        accumulation=scenario.accumulation,
+        clip_norm=scenario.clip_norm,
+        precision=reference.precision,
+        recompute=scenario.recompute,
+        keep_gradients=True,
+    )
     # Each rank starts from other weights: a strategy must begin by making them rank 0's.
-    strategy.prepare(scenario.build(seed=world.rank), reference.make_optimizer)
+    model = Deferred(lambda: scenario.build(seed=world.rank))
+    strategy = parallelize(model, make_layout(world, parallel, table), options, table)
     worst, tolerance = Comparison(), TOLERANCE[reference.precision]
     share = strategy.batch_share()
 
@@ -130,29 +146,59 @@ def compare(
             if not size <= tolerance and worst.first is None:
                 worst.first = Difference(step, world.rank, name, size)
 
-    note(0, _differences("weights", strategy.full_state_dict(), reference.initial))
+    note(0, differences("weights", weights_of(strategy), reference.initial))
     for step in range(steps):
         expected, batch = reference.after(step), scenario.global_batch(step)
         got = strategy.step(batch.share(share))
         loss, _, count = got.totals.read()
         note(step + 1, {("loss", f"the number of targets ({count:.0f})"): abs(count - int(batch.target_count()))})
         note(step + 1, {("loss", "the loss"): _finite(abs(loss / max(count, 1.0) - expected.loss))})
-        note(step + 1, _differences("gradients", strategy.full_gradients(), expected.gradients))
-        note(step + 1, _differences("weights", strategy.full_state_dict(), expected.weights))
+        note(step + 1, differences("gradients", strategy.gradients(), expected.gradients))
+        note(step + 1, differences("weights", weights_of(strategy), expected.weights))
     return _worst_of_ranks(worst), strategy
 
 
-def _differences(kind: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[tuple[str, str], float]:
-    """{(kind, what): how far off}; a tensor that one side lacks is infinitely far off."""
+def weights_of(strategy: ParallelModel) -> dict[str, Held]:
+    """Parameters, and buffers, which every rank has whole."""
+    buffers = {name: Held(b, Region.whole(b.shape)) for name, b in strategy.model.named_buffers()}
+    return {**strategy.held(), **buffers}
+
+
+def differences(kind: str, mine: dict[str, Held], theirs: dict[str, Tensor]) -> dict[tuple[str, str], float]:
+    """{(kind, what): how far off}, of what this rank holds; what no rank holds is infinitely far off on all."""
     found = {}
+    missing = _not_covered({name: held.region for name, held in mine.items()}, theirs)
     for name in [*theirs, *(n for n in mine if n not in theirs)]:
-        there = name in mine and name in theirs
-        size = relative(mine[name], theirs[name]) if there else float("inf")
         what = f"{kind.removesuffix('s')} of {name}"
-        if there and kind == "gradients" and size > 1e-3:  # a sum for a mean shows as the number of ranks
-            what += f" ({float(mine[name].norm() / theirs[name].norm()):.3g} times as large)"
-        found[kind, what] = size
+        if name not in theirs or name in missing:
+            found[kind, what + missing.get(name, " (one process has none)")] = float("inf")
+        elif name in mine:
+            found |= {(kind, what + times): size for times, size in [_difference(kind, mine[name], theirs[name])]}
     return found
+
+
+def _difference(kind: str, mine: Held, theirs: Tensor) -> tuple[str, float]:
+    """(what to say of it, how far this rank's region is off), relative to the tensor's norm where that exceeds 1."""
+    got, expected = mine.tensor.reshape(-1), mine.region.read(theirs)
+    largest = float((got - expected).abs().max()) if expected.numel() else 0.0
+    size = _finite(largest / max(1.0, float(theirs.norm())))
+    if kind == "gradients" and size > 1e-3:  # a sum for a mean shows as the number of ranks
+        return f" ({float(got.norm() / expected.norm()):.3g} times as large)", size
+    return "", size
+
+
+def _not_covered(mine: dict[str, Region], theirs: dict[str, Tensor]) -> dict[str, str]:
+    """Names of which some elements are on no rank, or whose shape is another, and what to say of them."""
+    everyone: list[dict[str, Region]] = all_gather_objects(mine)
+    missing = {}
+    for name, tensor in theirs.items():
+        regions = [regions[name] for regions in everyone if name in regions]
+        shape = tuple(tensor.shape)
+        if any(region.shape != shape for region in regions):
+            missing[name] = f" (of shape {regions[0].shape} instead of {shape})"
+        elif not any(region.is_whole for region in regions) and (left := uncovered(regions, shape)):
+            missing[name] = f" ({left} of {tensor.numel()} elements on no rank)"
+    return missing
 
 
 def _finite(size: float) -> float:

@@ -1,48 +1,23 @@
 """Strategies that are not equal to one process by nature, and the law that each is held to instead."""
 
 import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.config import Parallel
+from lockstep.layout.world import World
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.compression import ErrorFeedback, Reducer, make_reducer
 from lockstep.verify.compare import TOLERANCE, relative
-from lockstep.world import World
 
 FEEDBACK_STEPS = 6
 
 
-def equal_form(parallel: Parallel) -> Parallel | None:
-    """The setting under which the strategy equals one process, if it has one."""
-    if parallel.compression == "topk":
-        return replace(parallel, topk_ratio=1.0)
-    if parallel.data == "local_sgd":
-        # With lr 1 and no momentum DiLoCo's outer step lands on the mean.
-        outer_lr = 1.0 if parallel.outer_lr else 0.0
-        return replace(parallel, sync_every=1, outer_lr=outer_lr, outer_momentum=0.0)
-    return None
-
-
-LAWS = {
-    "bf16": "rounding of bf16",
-    "fp16": "rounding of fp16",
-    "topk": "equal at k=100%, nothing lost",
-    "powersgd": "exact at rank 1, nothing lost",
-    "local_sgd": "equal at K=1 with SGD",
-}
-
-
-def law_of(parallel: Parallel) -> str:
-    return LAWS[parallel.compression if parallel.data != "local_sgd" else "local_sgd"]
-
-
 def check_law(world: World, parallel: Parallel, precision: str) -> str | None:
     """Hold a compression to its law on gradients made for the purpose; None, or how it was broken."""
-    if parallel.data == "local_sgd":
+    if parallel.compression == "none":
         return None  # its law is its equal form
     dtype = torch.float64 if precision == "fp64" else torch.float32
     if parallel.compression in ("bf16", "fp16"):

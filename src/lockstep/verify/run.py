@@ -4,18 +4,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from rich.progress import Progress
-from torch import nn
 
 from lockstep.comm.ledger import Traffic
 from lockstep.config import Model, Parallel
 from lockstep.errors import UserError
-from lockstep.strategies import STRATEGIES, Strategy, strategy_named
-from lockstep.strategies.theory import Theory, expected_traffic
+from lockstep.layout.world import World
+from lockstep.strategies import STRATEGIES, ParallelModel, expected_traffic, strategy_named
+from lockstep.strategies.table import Table
+from lockstep.strategies.theory import ModelSizes, Theory
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
-from lockstep.verify.laws import check_law, equal_form, law_of
+from lockstep.verify.laws import check_law
 from lockstep.verify.scenarios import Scenario, saver_scenarios, scenarios_for
 from lockstep.words import counted
-from lockstep.world import World
 
 BUCKET_MB = 0.01
 """Small enough that even the verifier's models fill several buckets."""
@@ -62,7 +62,7 @@ class Request:
             raise UserError(f"--precision is {self.precision}, but equality is shown in {' or '.join(TOLERANCE)} only")
 
 
-def verify(world: World, request: Request, table: dict[str, type[Strategy]] | None = None) -> list[Verdict]:
+def verify(world: World, request: Request, table: Table | None = None) -> list[Verdict]:
     """Verify strategies on the ranks of `world`; every rank returns the same verdicts.
 
     `table` replaces STRATEGIES, for strategies that are not in it (yet).
@@ -82,49 +82,43 @@ def verify(world: World, request: Request, table: dict[str, type[Strategy]] | No
 class Proofs:
     """The verdicts of one run; they share the references."""
 
-    def __init__(
-        self, world: World, request: Request, scenarios: list[Scenario], table: dict[str, type[Strategy]]
-    ) -> None:
+    def __init__(self, world: World, request: Request, scenarios: list[Scenario], table: Table) -> None:
         self.world, self.request, self.scenarios, self.table = world, request, scenarios, table
         self._references: dict[tuple[str, str], Reference] = {}
 
     def of(self, name: str) -> Verdict:
         defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)
         parallel = strategy_named(name, defaults, self.table)
-        strategy_class = self.table[parallel.data]
-        if strategy_class.equal_to_one_process and parallel.compression == "none":
-            verdict = Verdict(name, self.world.size, law="")
-            equal: Parallel | None = parallel
-        else:
-            verdict = Verdict(name, self.world.size, law_of(parallel))
-            equal = equal_form(parallel)
+        engine = self.table[parallel.data]
+        law = engine.law(parallel)
+        equal: Parallel | None = parallel
+        verdict = Verdict(name, self.world.size, law="" if law is None else law.says)
+        if law is not None:
+            equal = law.equal_form
             if (broken := check_law(self.world, parallel, self.request.precision)) is not None:
                 verdict.failures.append(f"law broken: {broken}")
-        precision = strategy_class.verified_in or self.request.precision
+        precision = engine.verified_in or self.request.precision
         if precision != self.request.precision:
             verdict.law = f"equality, {precision}"
         if equal is None:  # there is no setting in which it equals one process: run it for its traffic only
-            _, strategy = compare(self._reference(self.scenarios[0], parallel), strategy_class, parallel, steps=2)
-            _check_traffic(verdict, strategy, self._plain_model(self.scenarios[0]), parallel, self.world.size)
+            _, strategy = compare(self._reference(self.scenarios[0], parallel), parallel, 2, self.table)
+            self._check_traffic(verdict, strategy, self.scenarios[0])
             return verdict
         for index, scenario in enumerate(self.scenarios):
-            comparison, strategy = compare(self._reference(scenario, equal), strategy_class, equal, self.request.steps)
+            comparison, strategy = compare(self._reference(scenario, equal), equal, self.request.steps, self.table)
             verdict.comparisons[scenario.name] = comparison
             if comparison.first is not None:
                 verdict.failures.append(f"{scenario.name}: {comparison.first}")
             if index == 0:
-                _check_traffic(verdict, strategy, self._plain_model(scenario), equal, self.world.size)
+                self._check_traffic(verdict, strategy, scenario)
         return verdict
-
-    def _plain_model(self, scenario: Scenario) -> nn.Module:
-        dtype = torch.float64 if self.request.precision == "fp64" else torch.float32
-        return scenario.build(seed=0, plain=True).to(dtype)
 
     def _reference(self, scenario: Scenario, parallel: Parallel) -> Reference:
         """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where
         everything is linear in the gradient: SGD, and no clipping, since local norms are not the global one.
         """
-        linear = parallel.data == "local_sgd"
+        law = self.table[parallel.data].law(parallel)
+        linear = law is not None and law.linear_only
         precision = self.table[parallel.data].verified_in or self.request.precision
         optimizer = "sgd" if linear or precision == "fp32" else "adamw"
         if linear:
@@ -134,13 +128,14 @@ class Proofs:
             self._references[key] = Reference(self.world, scenario, self.request.steps, precision, optimizer)
         return self._references[key]
 
-
-def _check_traffic(verdict: Verdict, strategy: Strategy, model: nn.Module, parallel: Parallel, world_size: int) -> None:
-    """`model`: as it is before a strategy cuts it up."""
-    verdict.counted, verdict.traffic_is_seen = strategy.ledger.traffic(), strategy.traffic_is_seen
-    verdict.expected = expected_traffic(model, parallel, world_size)
-    if verdict.expected is not None and not verdict.expected.matches(verdict.counted):
-        verdict.failures.append(
-            f"traffic: {verdict.counted.collectives} collectives and {verdict.counted.wire_bytes:,.0f} bytes per step "
-            f"counted, {verdict.expected.collectives} and {verdict.expected.wire_bytes:,.0f} by theory"
-        )
+    def _check_traffic(self, verdict: Verdict, strategy: ParallelModel, scenario: Scenario) -> None:
+        dtype = torch.float64 if self.request.precision == "fp64" else torch.float32
+        sizes = ModelSizes.of(scenario.build(seed=0).to(dtype))  # as it is before a strategy cuts it up
+        counted_, seen = strategy.ledger.traffic(), strategy.engine.traffic_is_seen
+        expected = expected_traffic(sizes, strategy.parallel, self.world.size, self.table)
+        verdict.counted, verdict.traffic_is_seen, verdict.expected = counted_, seen, expected
+        if expected is not None and not expected.matches(counted_):
+            verdict.failures.append(
+                f"traffic: {counted_.collectives} collectives and {counted_.wire_bytes:,.0f} bytes per step counted, "
+                f"{expected.collectives} and {expected.wire_bytes:,.0f} by theory"
+            )

@@ -9,8 +9,9 @@ from lockstep.config import CNN, GPT, Model, ResNet, Train
 from lockstep.data import IGNORED, READS, Batch, DataSpec
 from lockstep.errors import UserError
 from lockstep.models import build_model
+from lockstep.models.deferred import seeded
 from lockstep.models.lora import add_lora
-from lockstep.parallel.recompute import Recompute, recompute
+from lockstep.parallel.recompute import Recompute
 
 SMALL_CNN = CNN(channels=(6,), hidden=16)
 SMALL_GPT = GPT(d_model=16, layers=1, heads=2, context=12, vocabulary=31)
@@ -39,14 +40,13 @@ class Scenario:
             return DataSpec(kind, (self.model.context,), self.model.vocabulary or 256)
         return DataSpec(kind, (1, 8, 8) if kind == "images" else (16,), 10)
 
-    def build(self, seed: int, plain: bool = False) -> nn.Module:
-        """The model, with its adapters; `plain`: without its activation checkpointing, which must change nothing."""
+    def build(self, seed: int) -> nn.Module:
+        """The model, with its adapters."""
         model = build_model(self.model, self.spec, seed)
         if self.lora_rank:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            with seeded(seed):
                 add_lora(model, self.lora_rank, alpha=8.0, targets=("qkv", "down"))
-        return model if plain else recompute(model, self.recompute)
+        return model
 
     def train(self, optimizer: str) -> Train:
         lr = 0.05 if optimizer == "sgd" else 1e-3

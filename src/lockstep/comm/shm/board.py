@@ -2,15 +2,20 @@
 
 Every rank owns DEPTH cells, used in turn. A turn goes
 
-    writer   wait until all others have let go of the cell's last content; copy a chunk in; show it to all others
-    reader   wait until it is shown; copy or add from the cell, directly; let go of it
+    writer   wait until all others have released the cell's last content; copy a chunk in; show it to all others
+    reader   wait until it is shown; copy or add from the cell, directly; release it
 
 so a chunk is copied once however many read it, and the cells, used over and over, stay in the cache. With several
-cells a rank may be turns ahead of the others. Every turn is read (or let go unread) by every other rank, in order:
+cells a rank may be turns ahead of the others. Every turn is read (or released unread) by every other rank, in order:
 that is how each knows, without a message, which cell comes next.
+
+A cell has a title: which call of the group it belongs to, counted from the first, and all that ranks must agree on for
+its bytes to mean what the reader takes them for. A reader looks at the title before it looks at the bytes.
 """
 
 import ctypes
+import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +24,7 @@ from lockstep.comm.lane import Lane
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.semaphore import post, try_wait
+from lockstep.errors import PeerError
 
 DEPTH = 2
 CELL_BYTES = 2 * 1024 * 1024
@@ -26,6 +32,23 @@ CELL_BYTES = 2 * 1024 * 1024
 
 copy = ctypes.memmove
 """copy(to, from, nbytes), addresses all: a tenth of a tensor copy's overhead, and no interpreter lock meanwhile."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What ranks must agree on besides operation, dtype and length."""
+
+    dtype: torch.dtype | None = None
+    """The tensor's own, where it is sent as another: complex numbers as pairs of real ones."""
+    reduction: str = ""
+    root: int = -1
+    layout: int = 0
+    """Of a tensor that is not in row-major order: in which order its elements are sent."""
+    buffer: int = -1
+    """Of shared tensors, which one, counted from the first."""
+
+
+NO_DETAILS = Details()
 
 
 class Cell:
@@ -66,36 +89,51 @@ class Board:
         memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
         cells = memory[_head_bytes(self.size) :].view(self.size, DEPTH, CELL_BYTES)
         start = 2 * self.size * self.size * semaphore.SIZE
-        self._titles = memoryview(segment.memory)[start : start + 8 * self.size * DEPTH].cast("q")
-        self._title = 0
+        self._titles = memoryview(segment.memory)[start : start + TITLE.size * self.size * DEPTH]
+        self._title = TITLE.pack(0, 0, 0, 0, 0, 0, 0, 0)
+        self._calls = 0
+        self.details = NO_DETAILS
+        """Of the call that begins next."""
         self._cells = [[Cell(cell) for cell in row] for row in cells]
         self._written = 0
         self._read = [0] * self.size
-        # Of each pair of ranks: `shown` is posted by the writer, `let go` by the reader.
-        shown, let_go = _semaphores(memory, self.size)
+        # Of each pair of ranks: `shown` is posted by the writer, `released` by the reader.
+        shown, released = _semaphores(memory, self.size)
         self._to_show = [shown[rank][other] for other in self.others]
         self._shown = {other: shown[other][rank] for other in self.others}
-        self._to_let_go = {other: let_go[rank][other] for other in self.others}
-        self._let_go = [(let_go[other][rank], peers[other]) for other in self.others]
+        self._to_release = {other: released[rank][other] for other in self.others}
+        self._released = [(released[other][rank], peers[other]) for other in self.others]
 
     def begin(self, operation: str, nbytes: int = 0, dtype: torch.dtype = torch.uint8) -> None:
         """From here on, every cell shown says what it belongs to, and every cell looked at must belong to the same.
 
-        Ranks that call different collectives, or with different lengths or dtypes, would else read each other's bytes
-        as something that they are not.
+        Ranks that call different collectives, or the same with something else that matters, would else read each
+        other's bytes as something that they are not.
         """
-        self._title = OPERATIONS[operation] << 56 | DTYPES[dtype] << 48 | nbytes
+        details, self.details = self.details, NO_DETAILS
+        self._calls += 1
+        self._title = TITLE.pack(
+            self._calls,
+            nbytes,
+            details.layout,
+            details.buffer,
+            OPERATIONS[operation],
+            DTYPES[details.dtype or dtype],
+            REDUCTIONS.index(details.reduction),
+            details.root,
+        )
 
     def take(self) -> Cell:
         """The next of this rank's cells, free to be written."""
-        for address, peer in self._let_go:
+        for address, peer in self._released:
             if try_wait(address):
                 semaphore.wait(address, peer, self.timeout, self._lane.beside)
         return self._cells[self.rank][self._written % DEPTH]
 
     def show(self) -> None:
         """The cell taken last is written: all others may read it, and so may we, until the cell's next turn."""
-        self._titles[self.rank * DEPTH + self._written % DEPTH] = self._title
+        start = (self.rank * DEPTH + self._written % DEPTH) * TITLE.size
+        self._titles[start : start + TITLE.size] = self._title
         self._written += 1
         for address in self._to_show:
             post(address)
@@ -105,38 +143,58 @@ class Board:
         if try_wait(self._shown[writer]):
             semaphore.wait(self._shown[writer], self.peers[writer], self.timeout, self._lane.beside)
         slot = self._read[writer] % DEPTH
-        if self._titles[writer * DEPTH + slot] != self._title:
-            theirs, ours = _read_title(self._titles[writer * DEPTH + slot]), _read_title(self._title)
-            raise semaphore.PeerError(f"ranks disagree: rank {writer} calls {theirs}, and rank {self.rank} {ours}")
+        start = (writer * DEPTH + slot) * TITLE.size
+        if self._titles[start : start + TITLE.size] != self._title:
+            theirs, ours = bytes(self._titles[start : start + TITLE.size]), self._title
+            raise PeerError(
+                f"ranks disagree: rank {writer} calls {_in_words(theirs, ours)}, and rank {self.rank} "
+                f"{_in_words(ours, theirs)}"
+            )
         return self._cells[writer][slot]
 
-    def let_go(self, writer: int) -> None:
+    def release(self, writer: int) -> None:
         """Done with the cell looked at last."""
         self._read[writer] += 1
-        post(self._to_let_go[writer])
+        post(self._to_release[writer])
 
 
+TITLE = struct.Struct("<qqqqhhhh")
+"""Number of the call, bytes, layout, shared buffer; operation, dtype, reduction, root."""
 _OPERATIONS = (
     *("barrier", "all_reduce", "all_reduce in shared memory", "reduce", "reduce_scatter"),
     *("all_gather", "broadcast", "scatter", "all_to_all"),
     *("reduce_scatter in shared memory", "all_gather in shared memory"),
 )
+REDUCTIONS = ("", "SUM", "AVG", "PRODUCT", "MAX", "MIN", "BAND", "BOR", "BXOR")
 _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
+    *(torch.complex32, torch.complex64, torch.complex128),
     *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_")),
 )
 OPERATIONS = {name: number for number, name in enumerate(_OPERATIONS)}
 DTYPES = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
-def _read_title(title: int) -> str:
-    operation, dtype, nbytes = _OPERATIONS[title >> 56], _DTYPES[title >> 48 & 0xFF], title & (1 << 48) - 1
-    return f"{operation} of {nbytes // dtype.itemsize} {str(dtype).removeprefix('torch.')} elements"
+def _in_words(title: bytes, other: bytes) -> str:
+    """What a title says: always what was called, and what of the rest differs from the other title."""
+    number, nbytes, layout, buffer, operation, dtype, reduction, root = TITLE.unpack(title)
+    theirs = TITLE.unpack(other)
+    kind = _DTYPES[dtype]
+    words = f"{_OPERATIONS[operation]} of {nbytes // kind.itemsize} {str(kind).removeprefix('torch.')} elements"
+    if reduction != theirs[6]:
+        words += f" by {REDUCTIONS[reduction] or 'no reduction'}"
+    if root != theirs[7]:
+        words += f" with root {root}" if root >= 0 else " without a root"
+    if layout != theirs[2]:
+        words += " in another order of strides" if layout else " in row-major order"
+    if buffer != theirs[3]:
+        words += f" in shared buffer {buffer}"
+    return words + (f" (call {number} of the group)" if number != theirs[0] else "")
 
 
 def _semaphores(memory: Tensor, size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses, by who posts and who waits: of those that say `shown`, and of those that say `let go`."""
+    """Addresses, by who posts and who waits: of those that say `shown`, and of those that say `released`."""
     first, ranks = memory.data_ptr(), range(size)
 
     def table(kind: int) -> list[list[int]]:
@@ -149,8 +207,8 @@ def _semaphores(memory: Tensor, size: int) -> tuple[list[list[int]], list[list[i
 
 def prepare_board(segment: Segment, size: int) -> None:
     """Before anybody else can see it: a rank that came early would show a cell, and have it taken back here."""
-    shown, let_go = _semaphores(torch.frombuffer(segment.memory, dtype=torch.uint8), size)
-    for kind, value in ((shown, 0), (let_go, DEPTH)):
+    shown, released = _semaphores(torch.frombuffer(segment.memory, dtype=torch.uint8), size)
+    for kind, value in ((shown, 0), (released, DEPTH)):
         for row in kind:
             for address in row:
                 semaphore.initialize(address, value)
@@ -158,7 +216,7 @@ def prepare_board(segment: Segment, size: int) -> None:
 
 def _head_bytes(size: int) -> int:
     """Semaphores and titles, up to where a page of memory begins."""
-    return -(-(2 * size * size * semaphore.SIZE + 8 * size * DEPTH) // 4096) * 4096
+    return -(-(2 * size * size * semaphore.SIZE + TITLE.size * size * DEPTH) // 4096) * 4096
 
 
 def board_bytes(size: int) -> int:

@@ -9,6 +9,7 @@ send can wait for its receiver while a receive goes on. A synchronous call is do
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.lane import Lane, LaneWork
-from lockstep.comm.reduction import reduction
+from lockstep.comm.reduction import reduction, reduction_name
 from lockstep.comm.shm import memory, operations
-from lockstep.comm.shm.board import Board, board_bytes, prepare_board
+from lockstep.comm.shm.board import Board, Details, board_bytes, prepare_board
 from lockstep.comm.shm.mailbox import Inbox, Mailbox, Outbox
 from lockstep.comm.shm.meeting import Meeting
 from lockstep.comm.shm.segment import Segment
@@ -122,6 +123,14 @@ class ShmGroup(dist.ProcessGroup):
             return LaneWork.finished(self._collectives, result)
         return self._collectives.submit(lambda: run(board), result)
 
+    def _details(self, tensor: Tensor, op: Any = None, root: int = -1) -> Details:
+        """What all ranks must have in common in this call."""
+        name = "" if op is None else reduction_name(op)
+        return Details(tensor.dtype, name, root, memory.layout(tensor))
+
+    def _in_buffer(self, details: Details, everyone: list[Tensor] | None) -> Details:
+        return details if everyone is None else replace(details, buffer=self._shared.number(everyone, self._rank))
+
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self._size:
             raise ValueError(f"the root is rank {root}, but this group has ranks 0 to {self._size - 1}")
@@ -131,11 +140,13 @@ class ShmGroup(dist.ProcessGroup):
         opts = dist.AllreduceOptions() if opts is None else opts
         flats = [memory.flat(t, any_order=True) for t in tensors]
         reductions = [reduction(opts.reduceOp, t.dtype) for t in tensors]
+        details = [self._details(t, opts.reduceOp) for t in tensors]
 
         def run(board: Board) -> None:
-            for flat, (combine, average) in zip(flats, reductions, strict=True):
+            for flat, (combine, average), detail in zip(flats, reductions, details, strict=True):
                 if flat.numel():
                     everyone = self._shared.find(flat) if self._shared else None
+                    board.details = self._in_buffer(detail, everyone)
                     if everyone is not None:
                         operations.all_reduce_shared(board, everyone, combine)
                     else:
@@ -152,9 +163,10 @@ class ShmGroup(dist.ProcessGroup):
         self._check_root(opts.rootRank)
         flats = [memory.flat(t, any_order=True) for t in tensors]
         combine, average = reduction(opts.reduceOp, tensors[0].dtype)
+        details = [self._details(t, opts.reduceOp, opts.rootRank) for t in tensors]
 
         def run(board: Board) -> None:
-            for flat in flats:
+            for flat, board.details in zip(flats, details, strict=True):
                 operations.reduce(board, flat, opts.rootRank, combine)
                 if average and self._rank == opts.rootRank:
                     flat.div_(self._size)
@@ -166,9 +178,10 @@ class ShmGroup(dist.ProcessGroup):
         opts = opts or dist.BroadcastOptions()
         self._check_root(opts.rootRank)
         flats = [memory.flat(t, any_order=True) for t in tensors]
+        details = [self._details(t, root=opts.rootRank) for t in tensors]
 
         def run(board: Board) -> None:
-            for flat in flats:
+            for flat, board.details in zip(flats, details, strict=True):
                 operations.broadcast(board, flat, opts.rootRank)
 
         return self._submit(run, tensors, opts)
@@ -190,7 +203,13 @@ class ShmGroup(dist.ProcessGroup):
             return self.allgather_into_tensor_coalesced([output], [input], opts)
         parts = memory.flat(output).chunk(self._size)
         memory.check_parts("all_gather", parts, everyone[0], self._size)
-        return self._submit(lambda board: operations.all_gather_shared(board, everyone, parts), [output], opts)
+        whole = self._shared.find(memory.flat(output)) or everyone
+
+        def run(board: Board) -> None:
+            board.details = self._in_buffer(self._details(input), whole)
+            operations.all_gather_shared(board, everyone, parts)
+
+        return self._submit(run, [output], opts)
 
     def _shared_parts(self, output: Tensor, part: Tensor) -> list[Tensor] | None:
         """Everybody's part, if all can see them: shared by themselves, or lying in place in a shared output."""
@@ -206,8 +225,10 @@ class ShmGroup(dist.ProcessGroup):
             if flat.numel():
                 memory.check_parts("all_gather", parts, flat, self._size)
 
+        details = [self._details(t) for t in inputs]
+
         def run(board: Board) -> None:
-            for flat, parts in zip(flats, outputs, strict=True):
+            for flat, parts, board.details in zip(flats, outputs, details, strict=True):
                 if flat.numel():
                     operations.all_gather(board, flat, parts)
 
@@ -226,7 +247,12 @@ class ShmGroup(dist.ProcessGroup):
             return self.reduce_scatter_tensor_coalesced([output], [input], opts)
         flat = memory.flat(output)
         memory.check_parts("reduce_scatter", everyone[0].chunk(self._size), flat, self._size)
-        run = partial(operations.reduce_scatter_shared, everyone=everyone, output=flat, combine=combine)
+        detail = self._in_buffer(self._details(input, opts.reduceOp if opts else dist.ReduceOp.SUM), everyone)
+
+        def run(board: Board) -> None:
+            board.details = detail
+            operations.reduce_scatter_shared(board, everyone, flat, combine)
+
         return self._submit(run, [output], opts)
 
     def _reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
@@ -237,8 +263,10 @@ class ShmGroup(dist.ProcessGroup):
             if flat.numel():
                 memory.check_parts("reduce_scatter", parts, flat, self._size)
 
+        details = [self._details(t, opts.reduceOp) for t in outputs]
+
         def run(board: Board) -> None:
-            for flat, parts in zip(flats, inputs, strict=True):
+            for flat, parts, board.details in zip(flats, inputs, details, strict=True):
                 if flat.numel():
                     operations.reduce_scatter(board, parts, flat, combine)
                     if average:
@@ -258,9 +286,13 @@ class ShmGroup(dist.ProcessGroup):
         parts = [memory.flat(t) for t in outputs[0]] if self._rank == opts.rootRank else None
         if parts is not None:
             memory.check_parts("gather", parts, flat, self._size)
-        return self._submit(
-            lambda board: operations.all_gather(board, flat, parts), list(outputs[0]) if parts else [], opts
-        )
+        detail = self._details(inputs[0], root=opts.rootRank)
+
+        def run(board: Board) -> None:
+            board.details = detail
+            operations.all_gather(board, flat, parts)
+
+        return self._submit(run, list(outputs[0]) if parts else [], opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         self._check_root(opts.rootRank)
@@ -268,7 +300,13 @@ class ShmGroup(dist.ProcessGroup):
         parts = [memory.flat(t) for t in inputs[0]] if self._rank == opts.rootRank else None
         if parts is not None:
             memory.check_parts("scatter", parts, flat, self._size)
-        return self._submit(lambda board: operations.scatter(board, flat, parts, opts.rootRank), list(outputs), opts)
+        detail = self._details(outputs[0], root=opts.rootRank)
+
+        def run(board: Board) -> None:
+            board.details = detail
+            operations.scatter(board, flat, parts, opts.rootRank)
+
+        return self._submit(run, list(outputs), opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         flats = [memory.flat(t) for t in outputs]
@@ -283,6 +321,7 @@ class ShmGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def _all_to_all(self, outputs: Any, inputs: Any, result: list[Tensor], opts: Any) -> dist.Work:
+        memory.check_lists(inputs, outputs, self._size)
         return self._submit(lambda board: operations.all_to_all(board, inputs, outputs), result, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:

@@ -1,27 +1,47 @@
 """The mailbox: where one rank hands messages to one other, in order. Send and receive are made of it.
 
-A message is a header (tag, bytes) and as many cells as it needs. The receiver takes messages as they come and gives
-each to the oldest receive of its tag; one that nobody has asked for yet is put aside.
+A message is a header (tag, bytes, dtype) and as many cells as it needs. The receiver takes messages as they come and
+gives each to the oldest receive of its tag; one that nobody has asked for yet is put aside.
 """
 
 import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.lane import Lane, LaneWork
 from lockstep.comm.shm import semaphore
-from lockstep.comm.shm.board import Cell, copy
+from lockstep.comm.shm.board import DTYPES, Cell, copy
 from lockstep.comm.shm.segment import Segment
 
 DEPTH = 2
 CELL_BYTES = 512 * 1024
 HEADER_BYTES = 64
 MAILBOX_BYTES = 2 * semaphore.SIZE + DEPTH * (HEADER_BYTES + CELL_BYTES)
-Header = ctypes.c_int64 * 2
+Header = ctypes.c_int64 * 3
+DTYPE_OF = {number: dtype for dtype, number in DTYPES.items()}
+
+
+@dataclass
+class Message:
+    """That has come and has no receive yet."""
+
+    tag: int
+    dtype: torch.dtype
+    content: Tensor
+
+
+@dataclass
+class Receive:
+    """That waits for its message."""
+
+    flat: Tensor
+    dtype: torch.dtype
+    work: LaneWork
 
 
 class Mailbox:
@@ -39,14 +59,14 @@ class Mailbox:
         semaphore.initialize(self._filled, 0)
         semaphore.initialize(self._free, DEPTH)
 
-    def send(self, flat: Tensor, tag: int) -> None:
+    def send(self, flat: Tensor, tag: int, dtype: torch.dtype) -> None:
         """Returns once the whole message is in shared memory."""
         source, left = flat.data_ptr(), flat.nbytes
         while True:
             semaphore.wait(self._free, self.peer, self.timeout, beside=False)
             cell = self._cells[self._turn % DEPTH]
             if left == flat.nbytes:
-                header = Header(tag, flat.nbytes)
+                header = Header(tag, flat.nbytes, DTYPES[dtype])
                 copy(cell.address, ctypes.addressof(header), ctypes.sizeof(header))
             length = min(left, CELL_BYTES)
             copy(cell.address + HEADER_BYTES, source, length)
@@ -56,11 +76,11 @@ class Mailbox:
             if left == 0:
                 return
 
-    def peek(self) -> tuple[int, int]:
-        """Wait for the next message; its tag and length. `take` must follow."""
+    def peek(self) -> tuple[int, int, torch.dtype]:
+        """Wait for the next message; its tag, length and dtype. `take` must follow."""
         semaphore.wait(self._filled, self.peer, self.timeout, beside=False)
-        tag, nbytes = Header.from_address(self._cells[self._turn % DEPTH].address)
-        return tag, nbytes
+        tag, nbytes, dtype = Header.from_address(self._cells[self._turn % DEPTH].address)
+        return tag, nbytes, DTYPE_OF[dtype]
 
     def take(self, target: int, left: int) -> None:
         """Copy the message to an address."""
@@ -85,7 +105,7 @@ class Outbox:
     def send(self, flat: Tensor, tag: int, result: list[Tensor]) -> LaneWork:
         def run() -> None:
             self.mailbox = self.mailbox or self._open()
-            self.mailbox.send(flat, tag)
+            self.mailbox.send(flat, tag, result[0].dtype)
 
         return self.lane.submit(run, result)
 
@@ -97,19 +117,19 @@ class Inbox:
         self.lane, self._open = Lane(name), open_mailbox
         self.mailbox: Mailbox | None = None
         self._matching = threading.Lock()
-        self._asked: dict[int, deque[tuple[Tensor, LaneWork]]] = {}
-        self._aside: dict[int, deque[Tensor]] = {}
+        self._asked: dict[int, deque[Receive]] = {}
+        self._aside: dict[int, deque[Message]] = {}
 
     def receive(self, flat: Tensor, tag: int, result: list[Tensor]) -> LaneWork:
         """Fill `flat` with the next message of this tag."""
         with self._matching:
             if self._aside.get(tag):
                 found = self._aside[tag].popleft()
-                check_length(flat, found.nbytes, tag)
-                copy(flat.data_ptr(), found.data_ptr(), found.nbytes)
+                check(flat, result[0].dtype, found)
+                copy(flat.data_ptr(), found.content.data_ptr(), found.content.nbytes)
                 return LaneWork.finished(self.lane, result)
             work = LaneWork(self.lane, self._deliver, result)
-            self._asked.setdefault(tag, deque()).append((flat, work))
+            self._asked.setdefault(tag, deque()).append(Receive(flat, result[0].dtype, work))
         return self.lane.enqueue(work)  # as many deliveries are queued as receives are open, in whatever order
 
     def _deliver(self) -> LaneWork | None:
@@ -117,22 +137,22 @@ class Inbox:
         try:
             self.mailbox = self.mailbox or self._open()
             while True:
-                tag, nbytes = self.mailbox.peek()
+                tag, nbytes, dtype = self.mailbox.peek()
                 wanted = self._wanted(tag)
-                if wanted is not None and wanted[0].nbytes == nbytes:
-                    self.mailbox.take(wanted[0].data_ptr(), nbytes)
-                    return wanted[1]
-                found = torch.empty(nbytes, dtype=torch.uint8)
-                self.mailbox.take(found.data_ptr(), nbytes)
+                if wanted is not None and (wanted.flat.nbytes, wanted.dtype) == (nbytes, dtype):
+                    self.mailbox.take(wanted.flat.data_ptr(), nbytes)
+                    return wanted.work
+                found = Message(tag, dtype, torch.empty(nbytes, dtype=torch.uint8))
+                self.mailbox.take(found.content.data_ptr(), nbytes)
                 wanted = wanted or self._wanted(tag, found)
                 if wanted is not None:
-                    copy_checked(*wanted, found, tag)
-                    return wanted[1]
+                    deliver(wanted, found)
+                    return wanted.work
         except Exception as error:
             self._fail_all(error)
             raise
 
-    def _wanted(self, tag: int, found: Tensor | None = None) -> tuple[Tensor, LaneWork] | None:
+    def _wanted(self, tag: int, found: "Message | None" = None) -> "Receive | None":
         """The oldest open receive of this tag; if there is none, `found` is put aside."""
         with self._matching:
             if self._asked.get(tag):
@@ -143,21 +163,25 @@ class Inbox:
 
     def _fail_all(self, error: Exception) -> None:
         with self._matching:
-            open_receives = [work for asked in self._asked.values() for _, work in asked]
+            open_receives = [receive.work for asked in self._asked.values() for receive in asked]
             self._asked.clear()
         for work in open_receives:
             work.finish(error)
             work.tell()
 
 
-def copy_checked(flat: Tensor, work: LaneWork, found: Tensor, tag: int) -> None:
+def deliver(wanted: Receive, found: Message) -> None:
     try:
-        check_length(flat, found.nbytes, tag)
-        copy(flat.data_ptr(), found.data_ptr(), found.nbytes)
+        check(wanted.flat, wanted.dtype, found)
+        copy(wanted.flat.data_ptr(), found.content.data_ptr(), found.content.nbytes)
     except ValueError as error:  # this receive's mistake, not the lane's
-        work.finish(error)
+        wanted.work.finish(error)
 
 
-def check_length(flat: Tensor, found: int, tag: int) -> None:
-    if flat.nbytes != found:
-        raise ValueError(f"a message of {found} bytes came with tag {tag}, but {flat.nbytes} are received here")
+def check(flat: Tensor, dtype: torch.dtype, found: Message) -> None:
+    sent, wanted = (found.content.nbytes // found.dtype.itemsize, found.dtype), (flat.nbytes // dtype.itemsize, dtype)
+    if sent != wanted:
+        raise ValueError(
+            f"a message of {sent[0]} {sent[1]} elements came with tag {found.tag}, but {wanted[0]} {wanted[1]} are "
+            f"received here"
+        )

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lockstep.comm.shm.mailbox import MAILBOX_BYTES, Mailbox
-from lockstep.comm.shm.segment import Segment, process_namespace
+from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.semaphore import Peer, give_up
 from lockstep.errors import UserError
+from lockstep.launch.processes import process_namespace
 
 NO_ROOM = "none"
 

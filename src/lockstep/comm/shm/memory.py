@@ -24,6 +24,16 @@ def flat(tensor: Tensor, any_order: bool = False) -> Tensor:
     return torch.view_as_real(row).view(-1) if row.is_complex() else row
 
 
+def layout(tensor: Tensor) -> int:
+    """In which order the elements lie in memory: 0 for row-major, else a number that stands for sizes and strides."""
+    if tensor.is_contiguous():
+        return 0
+    number = 1
+    for value in (*tensor.shape, *tensor.stride()):
+        number = (number * 1_000_003 + value) % (2**62 - 57)
+    return number
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlaps."""
     expected = 1
@@ -40,7 +50,23 @@ def rows(tensor: Tensor, splits: list[int], size: int) -> Sequence[Tensor]:
         if tensor.numel() and tensor.size(0) % size:
             raise ValueError(f"all_to_all: {tensor.size(0)} rows do not divide among {size} ranks; give split sizes")
         return flat(tensor).chunk(size) if tensor.numel() else [flat(tensor)] * size
+    if len(splits) != size or any(s < 0 for s in splits) or sum(splits) != tensor.size(0):
+        raise ValueError(
+            f"all_to_all: splits {list(splits)} do not cut {tensor.size(0)} rows into one part for each of {size} ranks"
+        )
     return [flat(part) for part in tensor.split(list(splits))]
+
+
+def check_lists(inputs: Sequence[Tensor], outputs: Sequence[Tensor], size: int) -> None:
+    """Of an all_to_all: a tensor for each rank, all of one dtype."""
+    if len(inputs) != size or len(outputs) != size:
+        raise ValueError(
+            f"all_to_all over {size} ranks needs {size} tensors to send and to receive, but got {len(inputs)} and "
+            f"{len(outputs)}"
+        )
+    dtypes = sorted({str(t.dtype) for t in (*inputs, *outputs)})
+    if len(dtypes) > 1:
+        raise ValueError(f"all_to_all needs tensors of one dtype, but got {' and '.join(dtypes)}")
 
 
 def check_parts(operation: str, parts: Sequence[Tensor], whole: Tensor, size: int) -> None:

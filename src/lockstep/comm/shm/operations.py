@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.comm.reduction import Combine
 from lockstep.comm.shm.board import CELL_BYTES, Board, Cell, copy
+from lockstep.errors import PeerError
 
 DIRECT_BYTES = 64 * 1024
 """Up to here, more than two ranks each add up everything themselves: more work, but half the waiting."""
@@ -51,7 +52,7 @@ def _all_reduce_direct(board: Board, flat: Tensor, combine: Combine, wanted: boo
                 for cell in cells[2:]:
                     combine(chunk, cell.view(dtype, length), out=chunk)
         for other in others:
-            board.let_go(other)
+            board.release(other)
 
 
 def _show(board: Board, chunk: Tensor) -> Cell:
@@ -79,7 +80,7 @@ def _all_reduce_in_parts(board: Board, flat: Tensor, combine: Combine) -> None:
         for other in board.others:
             address, nbytes = parts[other]
             copy(address, board.look(other).address, nbytes)
-            board.let_go(other)
+            board.release(other)
 
 
 Place = tuple[int, int]
@@ -117,7 +118,7 @@ def _add_part(board: Board, mine: Tensor, combine: Combine) -> None:
     dtype, length, start = mine.dtype, mine.numel(), board.rank * _part_bytes(board)
     for other in board.others:
         combine(mine, board.look(other).view(dtype, length, start), out=mine)
-        board.let_go(other)
+        board.release(other)
 
 
 SHARED_CHUNK_BYTES = 1024 * 1024
@@ -202,7 +203,7 @@ def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> N
             cell = board.look(other)
             if outputs is not None:
                 copy(outputs[other].data_ptr() + start, cell.address, chunk.nbytes)
-            board.let_go(other)
+            board.release(other)
         start += chunk.nbytes
 
 
@@ -214,7 +215,7 @@ def broadcast(board: Board, flat: Tensor, root: int) -> None:
             _show(board, chunk)
         else:
             copy(chunk.data_ptr(), board.look(root).address, chunk.nbytes)
-            board.let_go(root)
+            board.release(root)
 
 
 def scatter(board: Board, output: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
@@ -228,31 +229,46 @@ def scatter(board: Board, output: Tensor, parts: Sequence[Tensor] | None, root: 
     start = board.rank * _part_bytes(board)
     for chunk in _chunks(output, _part_bytes(board)):
         copy(chunk.data_ptr(), board.look(root).address + start, chunk.nbytes)
-        board.let_go(root)
+        board.release(root)
 
 
 def all_to_all(board: Board, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """`outputs[r]` becomes rank r's `inputs[rank]`. Lengths may differ between pairs of ranks, and so may turns."""
+    sent, received = ([part.numel() for part in parts] for parts in (inputs, outputs))
+    everyone = _everyones(board, [*sent, *received])
+    _check_lengths(everyone)
     copy(outputs[board.rank].data_ptr(), inputs[board.rank].data_ptr(), inputs[board.rank].nbytes)
     elements = max(1, _part_bytes(board) // inputs[0].itemsize)
-    turns = max(1, *(-(-part.numel() // elements) for part in inputs))
-    all_turns = _everyones(board, turns)
+    turns = [max(1, *(-(-length // elements) for length in lengths[: board.size])) for lengths in everyone]
     board.begin("all_to_all", 0, inputs[0].dtype)
-    for turn in range(max(all_turns)):
-        if turn < turns:
+    for turn in range(max(turns)):
+        if turn < turns[board.rank]:
             _show_parts(board, [_place(part[turn * elements : (turn + 1) * elements]) for part in inputs])
         for other in board.others:
-            if turn < all_turns[other]:
+            if turn < turns[other]:
                 cell, piece = board.look(other), outputs[other][turn * elements : (turn + 1) * elements]
                 copy(piece.data_ptr(), cell.address + board.rank * _part_bytes(board), piece.nbytes)
-                board.let_go(other)
+                board.release(other)
 
 
-def _everyones(board: Board, number: int) -> list[int]:
-    """Everybody's number."""
-    numbers = torch.empty(board.size, dtype=torch.int64)
-    all_gather(board, torch.tensor([number]), list(numbers.split(1)))
-    return [int(n) for n in numbers]
+def _check_lengths(everyone: list[list[int]]) -> None:
+    """Every rank sees all of them, so all refuse alike."""
+    size = len(everyone)
+    for sender, lengths in enumerate(everyone):
+        for receiver in range(size):
+            sent, expected = lengths[receiver], everyone[receiver][size + sender]
+            if sent != expected:
+                raise PeerError(
+                    f"ranks disagree: in all_to_all rank {sender} sends {sent} elements to rank {receiver}, which "
+                    f"expects {expected}"
+                )
+
+
+def _everyones(board: Board, numbers: list[int]) -> list[list[int]]:
+    """Everybody's numbers, as many as ours."""
+    found = torch.empty(board.size, len(numbers), dtype=torch.int64)
+    all_gather(board, torch.tensor(numbers), list(found))
+    return [[int(n) for n in row] for row in found.tolist()]
 
 
 def barrier(board: Board) -> None:
@@ -266,4 +282,4 @@ def _meet(board: Board) -> None:
     board.show()
     for other in board.others:
         board.look(other)
-        board.let_go(other)
+        board.release(other)

@@ -12,31 +12,17 @@ import weakref
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.launch.processes import has_ended, signature
 
 FOLDER = Path("/dev/shm")
 PREFIX = "lockstep-"
-
-
-def process_namespace() -> int:
-    """Process ids mean something only inside one of these (containers have their own)."""
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
-def _started(pid: int) -> str | None:
-    """When a process started, in ticks since boot; None if there is none. Tells a process from a later namesake."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return stat.rpartition(")")[2].split()[19]
 
 
 def remove_leftovers() -> list[str]:
     """Remove names whose owner, a process of this namespace, is gone. Returns what was removed."""
     removed = []
     for path in FOLDER.glob(f"{PREFIX}*"):
-        namespace, pid, started, *_ = [*path.name.removeprefix(PREFIX).split("-"), "", "", ""]
-        if namespace == str(process_namespace()) and pid.isdigit() and _started(int(pid)) != started:
+        if has_ended(path.name.removeprefix(PREFIX)):
             try:
                 path.unlink()
             except (FileNotFoundError, PermissionError):  # somebody else was faster, or it is another user's
@@ -54,7 +40,7 @@ class Segment:
     @classmethod
     def create(cls, nbytes: int) -> "Segment":
         remove_leftovers()
-        name = f"{PREFIX}{process_namespace()}-{os.getpid()}-{_started(os.getpid())}-{uuid.uuid4().hex[:12]}"
+        name = f"{PREFIX}{signature()}-{uuid.uuid4().hex[:12]}"
         descriptor = os.open(FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)  # now, not as a SIGBUS at the first touch

@@ -10,6 +10,8 @@ import os
 import select
 import time
 
+from lockstep.errors import PeerError
+
 LIBC = ctypes.CDLL(None)  # releases the interpreter lock around a call: for the ones that may sleep
 QUICK = ctypes.PyDLL(None)  # keeps it: for the ones that never do
 SIZE = 64
@@ -25,6 +27,9 @@ class _Timespec(ctypes.Structure):
 
 
 LIBC.sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
+HAS_CLOCKWAIT = hasattr(LIBC, "sem_clockwait")  # glibc 2.30
+if HAS_CLOCKWAIT:
+    LIBC.sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
 for _function in (QUICK.sem_post, QUICK.sem_trywait):
     _function.argtypes = (ctypes.c_void_p,)
 QUICK.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
@@ -57,10 +62,6 @@ class Peer:
         os.close(self._descriptor)
 
 
-class PeerError(RuntimeError):
-    """A rank died, or did not answer in time."""
-
-
 def wait(address: int, peer: Peer, timeout: float, beside: bool) -> None:
     """Take one from the semaphore, which `peer` posts.
 
@@ -72,14 +73,21 @@ def wait(address: int, peer: Peer, timeout: float, beside: bool) -> None:
         os.sched_yield()  # to whoever has something to do
     deadline = time.monotonic() + timeout
     while True:
-        now = time.time()  # the clock that sem_timedwait counts by
-        until = now + LOOK_EVERY
-        if LIBC.sem_timedwait(address, _Timespec(int(until), int(until % 1 * 1e9))) == 0:
+        if _sleep(address, LOOK_EVERY):
             return
         ended = peer.has_ended()
         if try_wait(address) == 0:  # it posted this before it ended
             return
         give_up(peer, deadline, timeout, ended)
+
+
+def _sleep(address: int, seconds: float) -> bool:
+    """Until the semaphore could be taken, or the time is over. By the clock that nobody sets, where libc has that."""
+    until = seconds + (time.monotonic() if HAS_CLOCKWAIT else time.time())
+    moment = _Timespec(int(until), int(until % 1 * 1e9))
+    if HAS_CLOCKWAIT:
+        return bool(LIBC.sem_clockwait(address, time.CLOCK_MONOTONIC, moment) == 0)
+    return bool(LIBC.sem_timedwait(address, moment) == 0)
 
 
 def give_up(peer: Peer, deadline: float, timeout: float, ended: bool) -> None:

@@ -35,6 +35,8 @@ class SharedTensors:
 
     def __init__(self) -> None:
         self._by_address: dict[int, list[Tensor]] = {}
+        self._numbers: dict[int, int] = {}
+        self._made = 0
 
     def add(self, segment: Segment, rank: int, size: int, length: int, dtype: torch.dtype) -> Tensor:
         global _held
@@ -44,6 +46,8 @@ class SharedTensors:
         # `everyone` must not keep the rank's own tensor object alive: it is by its end that we know.
         everyone[rank] = own.data
         self._by_address[own.data_ptr()] = everyone
+        self._numbers[own.data_ptr()] = self._made
+        self._made += 1
         _held += nbytes
         weakref.finalize(own, _forget, weakref.ref(self), own.data_ptr(), nbytes)
         return own
@@ -61,11 +65,16 @@ class SharedTensors:
             return everyone
         return [t[: flat.numel()] for t in everyone] if beginning and everyone[0].numel() > flat.numel() else None
 
+    def number(self, everyone: list[Tensor], rank: int) -> int:
+        """Which one, counted from the first: the same on every rank."""
+        return self._numbers.get(everyone[rank].data_ptr(), -1)
+
     def __bool__(self) -> bool:
         return bool(self._by_address)
 
     def forget(self, address: int) -> None:
         self._by_address.pop(address, None)
+        self._numbers.pop(address, None)
 
 
 def _forget(shared: "weakref.ref[SharedTensors]", address: int, nbytes: int) -> None:

@@ -1,0 +1,130 @@
+"""The life of one rank that we have started ourselves.
+
+A rank starts afresh (`spawn`), as a program of its own would. A process that launches again and again, and changes
+nothing about itself in between, as a test suite does, may have its ranks forked from a server that has imported torch
+(`forkserver`): that saves seconds each time. The fork has the server's streams, limits and import path, not the
+launcher's present ones, which is why commands do not use it.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lockstep.errors import PeerError, RankError
+from lockstep.launch.join import join_world
+from lockstep.launch.leftovers import note_semaphores
+
+if TYPE_CHECKING:
+    from lockstep.launch.start import Launch
+
+StartMethod = Literal["spawn", "forkserver"]
+_AT_IMPORT = dict(os.environ)
+"""Of the server, if this is one of its forks: before the agent has told the rank who it is."""
+
+
+def rank_main(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    launch: "Launch",
+    launcher: int,
+    start_method: StartMethod,
+    environment: dict[str, str],
+    folder: str,
+) -> Any:
+    """What the agent calls (it wraps it in `@record` itself). `folder`: the launcher's temporary one."""
+    end_at_ctrl_c()
+    note_semaphores(folder)
+    if start_method == "forkserver":
+        become_a_rank_of_now(environment)
+    else:
+        die_with_parent(launcher)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
+            return unless_it_leaves(world.rank, function, world, *args)
+    except Exception as error:
+        # Into its file, for the launcher, who shows the first failure; and not to the screen, where the cause would
+        # drown in what the other ranks say about it.
+        get_error_handler().record_exception(error)
+        if blames_another(error):
+            time.sleep(LET_THE_CAUSE_COME_FIRST)
+        sys.exit(1)
+
+
+LET_THE_CAUSE_COME_FIRST = 0.5
+"""Seconds, in which the agent sees the rank end that this one complains of."""
+
+
+def blames_another(error: BaseException) -> bool:
+    """It is about a rank that is gone, or silent: the cause is over there."""
+    text = str(error)
+    return isinstance(error, PeerError) or any(w in text for w in ("closed by peer", "reset by peer", "imed out"))
+
+
+def unless_it_leaves(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """A rank that leaves with sys.exit() has not done its work, and the others would wait for it."""
+    try:
+        return function(*args)
+    except SystemExit as leaving:
+        raise RankError(f"rank {rank} left with sys.exit({leaving.code!r}) before its work was done") from leaving
+
+
+@contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """Processes that start meanwhile hear of Ctrl-C when they ask for it: Python would answer it with a traceback from
+    the midst of its imports. This process hears of it through another thread.
+    """
+    resource_tracker.ensure_running()  # else the first start would start it, and lift what we hold back
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
+def end_at_ctrl_c() -> None:
+    """At once, also inside a collective, and silently."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def die_with_parent(parent: int) -> None:
+    """Leave no orphan when the parent itself is killed: Linux sends us SIGKILL then."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before we asked
+            sys.exit(1)  # silently: who ended it has said why
+
+
+# ---- forks of the server ------------------------------------------------------------------------------------
+
+
+def become_a_rank_of_now(environment: dict[str, str]) -> None:
+    """A fork knows the environment, and the random numbers, of the server's start."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    by_the_agent = {name: value for name, value in os.environ.items() if _AT_IMPORT.get(name) != value}
+    os.environ.clear()
+    os.environ.update(environment | by_the_agent)
+    torch.seed()
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "a rank is started by multiprocessing"
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,119 @@
+"""The layout: which rank does what, and who communicates with whom, for each purpose.
+
+Ranks are numbered through the axes with the last one running fastest. With pp=2, shard=2, tp=2:
+
+    pp 0                            pp 1
+    shard 0        shard 1          shard 0        shard 1
+    tp 0    tp 1   tp 0    tp 1     tp 0    tp 1   tp 0    tp 1
+    rank 0  rank 1 rank 2  rank 3   rank 4  rank 5 rank 6  rank 7
+
+A group joins the ranks that differ in some axes only:
+
+    batch      replicate, shard             who reads different samples
+    loss       pp, replicate, shard, cp     whose sums make the loss of the global batch (the last stage contributes)
+    gradient   replicate, shard, cp         who has a gradient of the same parameter
+    norm       all                          whose squares make the gradient's norm
+"""
+
+from datetime import timedelta
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lockstep.layout.degrees import AXES, Degrees
+from lockstep.layout.group import ALONE, Group
+from lockstep.layout.world import World, torch_backend
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PURPOSES = {
+    "batch": ("replicate", "shard"),
+    "loss": ("pp", "replicate", "shard", "cp"),
+    "gradient": ("replicate", "shard", "cp"),
+    "norm": AXES,
+}
+
+
+class Layout:
+    """Degrees laid over the ranks of a world. All its ranks make it together."""
+
+    def __init__(self, world: World, degrees: Degrees) -> None:
+        """Degrees of 1 only, in a world of several ranks: each does all the work by itself."""
+        alone = degrees == Degrees()
+        self.world, self.degrees = world, degrees if alone else degrees.resolve(world.size)
+        self._degree = self.degrees.by_axis()
+        self.coordinates = dict(zip(AXES, coordinates(world.rank, self.degrees), strict=True))
+        """Of this rank."""
+        self._groups: dict[tuple[str, ...], Group] = {}
+        for axes in [*((axis,) for axis in AXES), *PURPOSES.values()]:  # in one order on every rank
+            self._groups.setdefault(self._spanned(axes), self._make_group(self._spanned(axes)))
+        self.batch, self.loss, self.gradient, self.norm = (self.group(*axes) for axes in PURPOSES.values())
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one in these axes only."""
+        return self._groups[self._spanned(axes)]
+
+    def _spanned(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """An axis of degree 1 joins nobody."""
+        return tuple(axis for axis in AXES if axis in axes and self._degree[axis] > 1)
+
+    def _make_group(self, axes: tuple[str, ...]) -> Group:
+        if not axes:
+            return ALONE
+        ranks = self._ranks(axes)
+        whole = self.world.group or dist.group.WORLD  # by the backend that this world has chosen, or the first one
+        made = whole if len(ranks) == self.world.size else self._new_group(ranks)
+        assert made is not None
+        return Group(" x ".join(axes), ranks.index(self.world.rank), len(ranks), made)
+
+    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(
+            ranks,
+            backend=torch_backend(self.world.backend),
+            timeout=timedelta(seconds=self.world.timeout),
+            use_local_synchronization=True,  # other ranks of a larger world know nothing of this layout
+        )
+        return made
+
+    def _ranks(self, axes: tuple[str, ...]) -> list[int]:
+        """Numbers of the ranks that have this rank's coordinates but in these axes."""
+        choices = [range(self._degree[a]) if a in axes else [self.coordinates[a]] for a in AXES]
+        return [self._number(place) for place in product(*choices)]
+
+    def _number(self, place: tuple[int, ...]) -> int:
+        number = 0
+        for axis, index in zip(AXES, place, strict=True):
+            number = number * self._degree[axis] + index
+        return number
+
+    def mesh(self, *axes: str) -> "DeviceMesh":
+        """A mesh of these axes, or of all that cut anything, for engines that take one. Its groups are ours: left to
+        itself, torch would make them on the world's first backend.
+        """
+        from torch.distributed.device_mesh import DeviceMesh  # slow to import
+
+        axes = axes or self._spanned(AXES)
+        groups = [self.group(axis) for axis in axes]
+        native = [g.process_group or self._new_group([self.world.rank]) for g in groups]
+        numbers = torch.tensor(self._ranks(axes)).view([g.size for g in groups])
+        given = native[0] if len(native) == 1 else native
+        return DeviceMesh.from_group(given, self.world.device.type, numbers, mesh_dim_names=axes)
+
+    def seed(self, base: int) -> int:
+        """Of this rank's random numbers in training: other ones where ranks hold other samples, positions or layers,
+        the same ones where they compute with parts of the same tensors (tp).
+        """
+        without_tp = self.world.rank // self.degrees.tp
+        return base + without_tp
+
+
+def coordinates(rank: int, degrees: Degrees) -> tuple[int, ...]:
+    """Of a rank, one per axis."""
+    found = []
+    for degree in reversed(degrees.by_axis().values()):
+        rank, index = divmod(rank, degree)
+        found.append(index)
+    return tuple(reversed(found))

@@ -1,0 +1,176 @@
+"""A region: what a rank holds of a named tensor of the whole model, as a list of boxes.
+
+    elements 5 to 17 of a 4 x 6 tensor     rows 1 and 2 of a 4 x 6 tensor     the same of q, k and v in one 6 x 3
+    (ZeRO: row-major, 3 boxes)             (a slice of a dimension, 1 box)    (tensor parallel, fused, 3 boxes)
+
+         . . . . . 1                            . . . . . .                        1 1 1
+         2 2 2 2 2 2                            1 1 1 1 1 1                        . . .
+         3 3 3 3 3 .                            1 1 1 1 1 1                        2 2 2
+         . . . . . .                            . . . . . .                        . . .
+                                                                                   3 3 3
+                                                                                   . . .
+
+The rank's own memory has the boxes' elements one box after the other, each in row-major order. So a range of that
+memory is again a region of the whole tensor (`part`), which is how two ways of cutting compose: ZeRO-3 of what tensor
+parallelism has left.
+
+Checkpoints, the gradient's norm, `verify` and the account of memory all derive from regions.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Offsets and sizes, one per dimension."""
+
+    offsets: Sizes
+    sizes: Sizes
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def part(self, start: int, stop: int) -> "list[Box]":
+        """The fewest boxes that cover elements `start` to `stop` of this one, row-major, in order."""
+        found = _boxes(self.sizes, start, stop)
+        return [Box(tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True)), box.sizes) for box in found]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Boxes of a tensor of `shape`."""
+
+    shape: Sizes
+    boxes: tuple[Box, ...]
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> "Region":
+        sizes = tuple(shape)
+        return cls(sizes, (Box((0,) * len(sizes), sizes),))
+
+    @classmethod
+    def slice(cls, shape: Iterable[int], dim: int, *ranges: tuple[int, int]) -> "Region":
+        """`start` to `stop` of one dimension, everything of the others; of a fused tensor, several of them."""
+        sizes = tuple(shape)
+        boxes = []
+        for start, stop in ranges:
+            offsets = tuple(start if d == dim else 0 for d in range(len(sizes)))
+            boxes.append(Box(offsets, tuple(stop - start if d == dim else s for d, s in enumerate(sizes))))
+        return cls(sizes, tuple(box for box in boxes if box.numel))
+
+    @property
+    def numel(self) -> int:
+        return sum(box.numel for box in self.boxes)
+
+    @property
+    def is_whole(self) -> bool:
+        return self == Region.whole(self.shape)
+
+    def part(self, start: int, stop: int) -> "Region":
+        """Elements `start` to `stop` of what this region holds, in the order of its memory."""
+        found: list[Box] = []
+        begin = 0
+        for box in self.boxes:
+            first, last = max(start - begin, 0), min(stop - begin, box.numel)
+            if first < last:
+                found += box.part(first, last)
+            begin += box.numel
+        return Region(self.shape, tuple(found))
+
+    def read(self, whole: Tensor) -> Tensor:
+        """This region's elements of the whole tensor: one row, in the order of its memory."""
+        if self.is_whole:
+            return whole.reshape(-1)
+        parts = [whole[box.slices].reshape(-1) for box in self.boxes]
+        return torch.cat(parts) if parts else whole.new_empty(0)
+
+    def write(self, whole: Tensor, held: Tensor) -> None:
+        """Put what is held into its place in the whole tensor."""
+        for box, part in zip(self.boxes, self.views(held), strict=True):
+            whole[box.slices].copy_(part)
+
+    def views(self, held: Tensor) -> list[Tensor]:
+        """Each box of the rank's own memory, in its shape."""
+        row = held.reshape(-1)
+        parts = row.split([box.numel for box in self.boxes])
+        return [part.view(box.sizes) for part, box in zip(parts, self.boxes, strict=True)]
+
+
+def _boxes(shape: Sizes, start: int, stop: int) -> list[Box]:
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop - start,))] if shape else [Box((), ())]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all within one row
+        return _in_row(shape, start // row, start % row, stop - start // row * row)
+    found = []
+    if start % row:
+        found += _in_row(shape, start // row, start % row, row)
+    if first < last:
+        found.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    if stop % row:
+        found += _in_row(shape, last, 0, stop % row)
+    return found
+
+
+def _in_row(shape: Sizes, index: int, start: int, stop: int) -> list[Box]:
+    return [Box((index, *box.offsets), (1, *box.sizes)) for box in _boxes(shape[1:], start, stop)]
+
+
+def uncovered(regions: Iterable[Region], shape: Sizes) -> int:
+    """Elements of a tensor of `shape` that no region has."""
+    seen = torch.zeros(shape, dtype=torch.bool)
+    for region in regions:
+        for box in region.boxes:
+            seen[box.slices] = True
+    return seen.numel() - int(seen.sum())
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's own memory of a named tensor, and which region of the whole it is."""
+
+    parameter: Tensor
+    """Also the key of its state in an optimizer."""
+    region: Region
+
+    @property
+    def tensor(self) -> Tensor:
+        """The memory, as a plain tensor."""
+        return local(self.parameter)
+
+    def like(self, tensor: Tensor) -> "Held | Tensor":
+        """Something of this parameter's: its gradient, or what an optimizer has for each of its elements. What has
+        another shape (a step count) is no region of anything.
+        """
+        mine = local(tensor)
+        return Held(mine, self.region) if mine.shape == self.tensor.shape else mine
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank holds of a DTensor; a plain tensor as it is."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # DTensor takes long to import
+    return found.detach()
+
+
+def region_of(tensor: Any) -> Region:
+    """Of a DTensor what it says itself; a plain tensor is whole."""
+    if not hasattr(tensor, "to_local"):
+        return Region.whole(tensor.shape)
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
+    return Region(tuple(tensor.shape), tuple(box for box in boxes if box.numel))

@@ -1,0 +1,33 @@
+"""Where this process stands among the ranks: its numbers and its device."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all ranks. At size 1 there is no process group and nothing to communicate."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+    backend: str = "none"
+    ranks_on_device: int = 1
+    """More than one where ranks share a GPU."""
+    timeout: float = 300.0
+    """Seconds after which a rank that does not answer is an error."""
+    group: dist.ProcessGroup | None = None
+    """All ranks, by another backend than the world's own; None: by the world's own."""
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 prints, draws progress and writes files."""
+        return self.rank == 0
+
+
+def torch_backend(name: str) -> str:
+    """What torch is to make a group with. Hosts of ranks on GPUs have something to tell each other too."""
+    return "cpu:gloo,cuda:nccl" if name == "nccl" else name

@@ -1,0 +1,1 @@
+"""Timing, memory and traces of steps: what bench, profile and demo share."""

@@ -1,0 +1,41 @@
+"""What theory expects of a config's steps."""
+
+from dataclasses import replace
+
+import torch
+
+from lockstep.config import Config
+from lockstep.data import DataSpec
+from lockstep.models import build_model
+from lockstep.strategies import STRATEGIES, expected_traffic, strategy_named
+from lockstep.strategies.options import COMPUTE_DTYPES, DTYPES
+from lockstep.strategies.theory import ModelSizes, Theory
+
+
+def named_config(config: Config, name: str) -> Config:
+    """`config` with the strategy of that name, a backend after an @ left out."""
+    return replace(config, parallel=strategy_named(name.partition("@")[0], config.parallel))
+
+
+def meeting_cycle(config: Config) -> int:
+    """After how many steps all have happened that happens in some steps only."""
+    return STRATEGIES[config.parallel.data].meets_every(config.parallel)
+
+
+def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
+    """What a step that is taken should send, where there is a closed form.
+
+    There is none with adapters, recomputation, running statistics, gradients that several micro-batches send, or where
+    not all steps are alike.
+    """
+    train, engine = config.train, STRATEGIES[config.parallel.data]
+    if config.lora.rank or train.recompute != "none" or meeting_cycle(config) > 1:
+        return None
+    if train.accumulation > 1 and engine.sends_every_micro_batch(config.parallel):
+        return None
+    with torch.device("meta"):
+        model = build_model(config.model, spec).to(DTYPES[train.precision])
+    if any(True for _ in model.buffers()):
+        return None  # running statistics travel too
+    sizes = ModelSizes.of(model, COMPUTE_DTYPES.get(train.precision), config.parallel.reduce_dtype)
+    return expected_traffic(sizes, config.parallel, ranks)

@@ -1,0 +1,64 @@
+"""The peak arithmetic rate that MFU is a share of: published for GPUs, measured for CPUs."""
+
+import time
+from statistics import mean
+
+import torch
+
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.comm.hosts import hosts_meet
+from lockstep.layout.world import World
+
+# Dense rates in FLOP/s by the vendor's datasheets (SXM parts), for the matrix units' dtype.
+GPU_PEAKS = {
+    "B200": {"bf16": 2250e12, "fp32": 1125e12},
+    "H200": {"bf16": 989e12, "fp32": 494e12},
+    "H100": {"bf16": 989e12, "fp32": 494e12},
+    "A100": {"bf16": 312e12, "fp32": 156e12},
+    "L40S": {"bf16": 362e12, "fp32": 183e12},
+    "L4": {"bf16": 121e12, "fp32": 60e12},
+    "V100": {"fp16": 125e12, "fp32": 15.7e12},
+    "T4": {"fp16": 65e12, "fp32": 8.1e12},
+}
+
+
+def peak_flops(world: World, precision: str) -> tuple[float, str]:
+    """(FLOP/s that a rank can reach at best while all do, where the number comes from). Every rank must call it."""
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+        for known, peaks in GPU_PEAKS.items():
+            if known in name.replace("-", " ").split():
+                rate = peaks.get(precision) or peaks.get("bf16" if precision == "fp16" else "fp32", 0.0)
+                return rate / world.ranks_on_device, f"datasheet of {known}"
+    return measured_peak(world), "measured matrix product"
+
+
+def measured_peak(world: World, size: int = 1024, windows: int = 4, seconds: float = 0.15) -> float:
+    """FLOP/s of square fp32 matrix products, the mean of all ranks in the best of some windows of time.
+
+    In a window all ranks multiply at the same time: ranks that share cores cannot each count a core for themselves.
+    """
+    a = torch.rand(size, size, device=world.device)
+    (a @ a).sum().item()
+    rates = []
+    for _ in range(windows):
+        hosts_meet(world.device, world.group)
+        start, products = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            (a @ a).sum().item()
+            products += 1
+        rates.append(2 * size**3 * products / (time.perf_counter() - start))
+    everyone = all_gather_objects(rates, world.group)
+    return max(mean(window) for window in zip(*everyone, strict=True))
+
+
+def slow_bf16(device: str, precision: str) -> list[str]:
+    """A line about it, where there is something to say."""
+    if device != "cpu" or precision != "bf16" or has_bf16_units():
+        return []
+    return ["this CPU has no units for bf16: it is much slower than fp32 here"]
+
+
+def has_bf16_units() -> bool:
+    """Whether oneDNN, which multiplies matrices on CPUs, does so in bf16 on this one."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

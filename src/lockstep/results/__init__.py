@@ -1,0 +1,1 @@
+"""What was found, as files: records of results, and what ran where."""

@@ -1,0 +1,228 @@
+"""An engine: how gradients, and shards, meet over the data axes, for one stage of the model.
+
+It wraps the stage, says for each micro-batch whether gradients meet, finishes them, and says which region of which
+parameter this rank holds. What is true of an engine before anything runs (along which axis its ranks lie, what it can
+be combined with, whether it is exact, its traffic in closed form, what to try when it is slow) stands on its class. So
+a new one is one file and one row of `STRATEGIES`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import Parallel
+from lockstep.errors import UserError
+from lockstep.layout import Degrees, Held, Layout
+from lockstep.layout.region import region_of
+from lockstep.strategies.law import Law
+from lockstep.strategies.options import Options
+from lockstep.strategies.theory import ModelSizes, Theory
+
+if TYPE_CHECKING:
+    from lockstep.strategies.state import State
+    from lockstep.strategies.worker import Worker
+
+
+class Engine(ABC):
+    """How one stage is trained over the data axes.
+
+    A subclass writes `wrap`, which sets `module` and `optimizer`, and overrides what else it does differently.
+    """
+
+    # ---- what is true of it ------------------------------------------------------------------------------------
+
+    axis: ClassVar[str] = "replicate"
+    """The axis that takes all ranks, unless degrees are given: ranks hold copies, or (shard) parts."""
+    variants: ClassVar[tuple[str, ...]] = ()
+    """Options, as in bucketed+topk, that comparisons list as rows of their own."""
+    takes_compression: ClassVar[bool] = False
+    """And an all-reduce algorithm."""
+    shardings: ClassVar[tuple[str, ...]] = ("FULL_SHARD",)
+    offloads: ClassVar[tuple[str, ...]] = ()
+    package: ClassVar[str | None] = None
+    """That must be installed."""
+    verified_in: ClassVar[str | None] = None
+    """A precision that it is verified in, if it cannot be any other."""
+    fills_parts: ClassVar[bool] = False
+    """It takes a model on the meta device, and whole tensors one by one: no rank ever holds the whole model."""
+    sends_after_step: ClassVar[bool] = False
+    """Parameters are sent after the optimizer's step, and the step waits for them."""
+    leaves_in_flight: ClassVar[bool] = False
+    """A step ends with communication in flight, which the next one waits for."""
+
+    @classmethod
+    def overlaps(cls, parallel: Parallel) -> bool:
+        """Communication is issued while forward or backward still computes."""
+        return True
+
+    @classmethod
+    def variant(cls, parallel: Parallel, option: str) -> Parallel | None:
+        """`parallel` with an option by its name, or None if this engine has no such option."""
+        return None
+
+    @classmethod
+    def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
+        """Refuse what it cannot do, before any rank starts."""
+
+    @classmethod
+    def degrees(cls, parallel: Parallel, ranks: int) -> Degrees:
+        """What `parallel` asks for; what it leaves open goes to this engine's axis."""
+        if cls.axis == "shard" and (parallel.replicate or 1) != 1:
+            raise UserError(
+                f"parallel.replicate {parallel.replicate} does not go with parallel.data {parallel.data}, which shards "
+                f"over all ranks; use fsdp with parallel.sharding HYBRID_SHARD"
+            )
+        if cls.axis == "replicate" and (parallel.shard or 1) != 1:
+            raise UserError(
+                f"parallel.shard {parallel.shard} does not go with parallel.data {parallel.data}, whose ranks hold "
+                f"copies; use zero1, zero2, zero3 or fsdp"
+            )
+        open_axis = {"replicate": parallel.replicate, "shard": parallel.shard}[cls.axis] or -1
+        return Degrees(**{cls.axis: open_axis}).resolve(ranks)
+
+    @classmethod
+    def law(cls, parallel: Parallel) -> Law | None:
+        """None: it is equal to one process."""
+        return None
+
+    @classmethod
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory | None:
+        """What a rank sends in a step, in closed form; None where there is none."""
+        return None
+
+    @classmethod
+    def meets_every(cls, parallel: Parallel) -> int:
+        """Steps after which all has happened that happens in some steps only."""
+        return 1
+
+    @classmethod
+    def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
+        """Gradients of each micro-batch are reduced at once; else once per step."""
+        return False
+
+    @classmethod
+    def advice(cls, parallel: Parallel) -> Iterator[str]:
+        """Flags to try where a step waits for communication."""
+        yield from ()
+
+    # ---- one stage ---------------------------------------------------------------------------------------------
+
+    model: nn.Module
+    """The stage as a plain module, with its own parameter names."""
+    module: nn.Module
+    """What to call in forward: the model, or a wrapper of it."""
+    optimizer: torch.optim.Optimizer
+    casts = False
+    """It computes in the right precision by itself: no autocast."""
+    host_decides = False
+    """It has something of its own to do at a skipped step, so the host must know of it at once."""
+    traffic_is_seen = True
+    """False where it communicates in a way that the ledger cannot watch."""
+
+    def __init__(self, layout: Layout, options: Options) -> None:
+        self.layout, self.options, self.parallel = layout, options, options.parallel
+
+    @abstractmethod
+    def wrap(self, stage: nn.Module) -> None:
+        """Wrap or shard a plain module, then make the optimizer for what is left to train on this rank.
+
+        `stage` is on the run's device and in its dtype, or on the meta device where the engine `fills_parts`.
+        """
+
+    def synchronize(self, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch: gradients need to meet at the `last` one only."""
+        return nullcontext()
+
+    def keep_own_gradients(self) -> AbstractContextManager[None]:
+        """Around a micro-batch whose gradients are to be looked at and dropped: this rank's own, where an engine gives
+        them away.
+        """
+        return self.synchronize(last=False)
+
+    def zero_gradients(self) -> None:
+        """Before the first micro-batch of a step."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def finish_gradients(self) -> None:
+        """When this returns, gradients are the global batch's."""
+
+    def after_step(self) -> None:
+        """For engines that average something else than gradients."""
+
+    def on_skip(self) -> None:
+        """The step was not taken: undo what it left behind."""
+
+    def settle(self) -> None:
+        """Wait for what is still in flight after a step: from here on parameters may be read."""
+
+    def finish(self) -> None:
+        """After the last step: all ranks hold the same weights."""
+
+    def agree_finite(self, finite: bool) -> bool:
+        """Whether all ranks may take the step. Averaged gradients are finite on all ranks or on none."""
+        return finite
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Forward without training: past a wrapper that only deals with gradients."""
+        outputs: Tensor = self.model(inputs)
+        return outputs
+
+    # ---- what this rank holds ----------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, Held]:
+        """Of every parameter, under its first name. Every rank must ask together."""
+        self.settle()
+        return {name: Held(p, region_of(p)) for name, p in self.model.named_parameters()}
+
+    def trained(self) -> dict[str, Held]:
+        """What this rank's optimizer steps, and whose gradients are the global batch's after `finish_gradients`."""
+        return {name: held for name, held in self.held().items() if held.parameter.requires_grad}
+
+    def gradients(self) -> dict[str, Held]:
+        """Of the global batch, for looking at; parameters without one are left out. Every rank must ask together."""
+        with_one = {name: held for name, held in self.trained().items() if held.parameter.grad is not None}
+        return {name: Held(h.parameter.grad.to_dense(), h.region) for name, h in with_one.items()}  # type: ignore
+
+    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Of this rank's samples only, after `keep_own_gradients`; nothing where an engine does not show them."""
+        yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
+
+    def gradient_memory(self) -> list[Tensor]:
+        """All memory of gradients that this rank holds after a step."""
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        """The one that has this rank's state, where `optimizer` is a wrapper of it."""
+        return self.optimizer
+
+    def own_state(self) -> dict[str, Any]:
+        """What the next step depends on that belongs to this rank alone."""
+        return {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """The opposite of `own_state`."""
+
+    def fill(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Whole tensors by name, one after the other, for a stage that came on the meta device."""
+        raise NotImplementedError(f"{type(self).__name__} does not fill its parts")
+
+    # ---- what executes and saves it ----------------------------------------------------------------------------
+
+    def make_worker(self) -> "Worker":
+        """What executes a schedule; an engine that owns its step brings its own."""
+        from lockstep.strategies.worker import Worker  # it knows engines
+
+        return Worker(self)
+
+    def make_state(self) -> "State":
+        from lockstep.strategies.state import RegionState  # it knows engines
+
+        return RegionState(self)
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]

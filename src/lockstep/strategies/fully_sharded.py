@@ -1,0 +1,99 @@
+"""ZeRO stage 3 by hand. Units are the model's blocks; what lies outside them is a unit of its own."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import Parallel
+from lockstep.layout import Held
+from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.fully_sharded import FullyShardedDataParallel
+from lockstep.parallel.sharded_module import fill_later
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, gather_factor, padded
+
+
+class FullySharded(Engine):
+    axis = "shard"
+    variants = ("SHARD_GRAD_OP",)
+    shardings = ("FULL_SHARD", "SHARD_GRAD_OP")
+    offloads = ("cpu",)
+    fills_parts = True
+    casts = True
+    module: FullyShardedDataParallel
+
+    @classmethod
+    def variant(cls, parallel: Parallel, option: str) -> Parallel | None:
+        return replace(parallel, sharding=cast(Any, option)) if option in cls.shardings else None
+
+    @classmethod
+    def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
+        return True
+
+    @classmethod
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+        """Blocks: gathered for forward and for backward, and reduced; the rest: gathered once, and reduced."""
+        times = 2 if parallel.sharding == "FULL_SHARD" else 1
+        units = [(times, [prod(shape) for shape in block]) for block in sizes.blocks]
+        units += [(1, [prod(shape) for shape in sizes.outside])] if sizes.outside else []
+        sent = 0.0
+        for gathers, unit in units:
+            sent += padded(unit, sizes.gathered, ranks) * (gathers * sizes.gathered + sizes.reduced)
+        collectives = sum(gathers + 1 for gathers, _ in units) + 1
+        flags = (len(sizes.sizes) + 1) * 4
+        return Theory(collectives, gather_factor(ranks) * sent + all_reduce_factor(ranks) * flags)
+
+    @classmethod
+    def advice(cls, parallel: Parallel) -> Iterator[str]:
+        if parallel.prefetch < 2:
+            yield "--parallel.prefetch 2 (gathers further ahead)"
+        if parallel.sharding == "FULL_SHARD":
+            yield "--parallel.sharding SHARD_GRAD_OP (parameters are gathered once, not twice, for more memory)"
+
+    def wrap(self, stage: nn.Module) -> None:
+        self.model = stage
+        blocks = {block for _, block in blocks_of(stage)}
+        self.module = FullyShardedDataParallel(
+            stage,
+            shard=lambda module: module in blocks or module is stage,
+            compute_dtype=self.options.compute_dtype,
+            reduce_dtype=torch.float32 if self.parallel.reduce_dtype == "fp32" else None,
+            output_dtype=None,  # the loss computes in fp32 whatever it is given
+            process_group=self.layout.gradient,
+            reshard_after_forward=self.parallel.sharding == "FULL_SHARD",
+            prefetch=self.parallel.prefetch,
+            device=self.layout.world.device,
+            offload=self.parallel.offload == "cpu",
+            initialize=fill_later,
+        )
+        self.optimizer = self.options.make_optimizer(self.trainable())
+
+    def fill(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.module.load_full_state_dict(tensors)
+
+    def keep_own_gradients(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
+
+    def synchronize(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()  # gradients are never whole: those of each micro-batch are reduced at once
+
+    def zero_gradients(self) -> None:
+        self.module.zero_grad()
+
+    def finish_gradients(self) -> None:
+        self.module.finish_gradient_synchronization()
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.module(inputs)
+        return outputs
+
+    def held(self) -> dict[str, Held]:
+        return {name: Held(parameter, region) for name, parameter, region in self.module.held()}
+
+    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        return self.module.unreduced_gradients()

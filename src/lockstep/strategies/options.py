@@ -1,0 +1,54 @@
+"""What a step does besides being spread."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import Parallel
+from lockstep.models.loss import LossSum
+from lockstep.parallel.recompute import Recompute
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
+"""Dtype of the weights for each precision; bf16 and fp16 compute under autocast."""
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Options:
+    """All that `parallelize` needs to know besides the model and the layout."""
+
+    loss: LossSum
+    make_optimizer: MakeOptimizer
+    """Called with what is left to train on this rank."""
+    parallel: Parallel = field(default_factory=Parallel)
+    accumulation: int = 1
+    """Micro-batches of a step."""
+    clip_norm: float | None = None
+    precision: str = "fp32"
+    compile: str = "none"
+    """Or blocks, or model: what torch.compile is to take as one."""
+    recompute: Recompute = "none"
+    recompute_every: int = 2
+    batch_size: int | None = None
+    """Of the global batch, where it is known beforehand."""
+    example: Tensor | None = None
+    """A batch of one sample's inputs, for an engine that must have computed before it can load."""
+    save_trained_only: bool = False
+    """Checkpoints leave out what is frozen: the model that adapters were put on is somewhere else already."""
+    keep_gradients: bool = False
+    """Somebody wants to look at the gradients after the step, also of an engine that drops them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return DTYPES[self.precision]
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Of matrix products, where it is not the weights'."""
+        return COMPUTE_DTYPES.get(self.precision)

@@ -1,0 +1,128 @@
+"""A model spread over the ranks: what `parallelize` gives, and all that training, verify and bench speak to."""
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.ledger import Ledger
+from lockstep.config import Parallel
+from lockstep.data import Batch, Share
+from lockstep.layout import Held, Layout, World
+from lockstep.parallel.wrapper import broadcast_buffers
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.loss_scale import LossScale
+from lockstep.strategies.options import Options
+from lockstep.strategies.state import gathered
+from lockstep.strategies.step import Phases, StepResult
+
+
+class ParallelModel:
+    """Takes steps, evaluates, and says what each rank holds."""
+
+    def __init__(self, engine: Engine, parameters: int, flops_per_sample: int = 0) -> None:
+        """`parameters`: of the whole model. `flops_per_sample`: of one sample's forward and backward pass."""
+        self.engine, self.parameters, self.flops_per_sample = engine, parameters, flops_per_sample
+        self.worker, self.state = engine.make_worker(), engine.make_state()
+
+    @property
+    def layout(self) -> Layout:
+        return self.engine.layout
+
+    @property
+    def world(self) -> World:
+        return self.engine.layout.world
+
+    @property
+    def options(self) -> Options:
+        return self.engine.options
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.engine.options.parallel
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain module, with its own parameter names."""
+        return self.engine.model
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the last step."""
+        return self.worker.ledger
+
+    @property
+    def phases(self) -> Phases:
+        """Of the last step."""
+        return self.worker.phases
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        return self.worker.loss_scale
+
+    @property
+    def is_exact(self) -> bool:
+        """Equal to one process; else held to another law."""
+        return type(self.engine).law(self.parallel) is None
+
+    # ---- training ----------------------------------------------------------------------------------------------
+
+    def batch_share(self) -> Share:
+        """Which part of the global batch this rank reads."""
+        return Share(self.layout.batch.rank, self.layout.batch.size)
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step. `batch` is this rank's share of the global batch."""
+        return self.worker.step(batch)
+
+    def request_stop(self) -> None:
+        """All ranks learn of it in the next step's result."""
+        self.worker.stop_requested = True
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.worker.stop_requested
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    def settle(self) -> None:
+        """Wait for what the last step has left in flight."""
+        self.engine.settle()
+
+    def finish(self) -> None:
+        """After the last step: all ranks hold the same weights and buffers."""
+        self.engine.settle()
+        self.engine.finish()
+        self.synchronize_buffers()
+
+    def synchronize_buffers(self) -> None:
+        """Running statistics (BatchNorm) are each rank's own after a step: take the first rank's."""
+        broadcast_buffers(self.model, self.layout.batch)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """[sum of losses, correct, count] of this rank's share of a test batch."""
+        batch = batch.to(self.world.device, self.options.dtype)
+        with self.worker.precision():
+            loss_sum, correct = self.worker.measure(self.engine.predict(batch.inputs), batch.targets)
+        count = torch.as_tensor(batch.target_count(), device=loss_sum.device)
+        sums = torch.stack((loss_sum.double(), correct.double(), count.double()))
+        return torch.zeros_like(sums) if batch.filler else sums
+
+    # ---- what it holds -----------------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, Held]:
+        """What this rank holds of each parameter. Every rank must ask together."""
+        return self.engine.held()
+
+    def gradients(self) -> dict[str, Held]:
+        """What this rank holds of each parameter's gradient. Every rank must ask together."""
+        return self.engine.gradients()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Layout-free: original names, whole tensors, on every rank."""
+        return self.state.full_state_dict()
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Layout-free, as `full_state_dict`; parameters without a gradient are left out."""
+        return gathered(self.gradients(), self.layout.norm)

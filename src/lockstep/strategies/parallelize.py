@@ -1,0 +1,64 @@
+"""From a plain model on one device to one that is spread over the ranks: one function, in one fixed order.
+
+1. cut into stages, tensor parallel, context parallel: nothing yet; models know nothing of ranks, so they will come here
+2. recompute: activation checkpointing, around the blocks' own forward
+3. compile: inside the blocks, so that the hooks of what comes next stay outside
+4. the data engine: wraps or shards what is there, and makes the optimizer for what is left to train on this rank
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import broadcast
+from lockstep.config import Parallel
+from lockstep.layout import Group, Layout, World
+from lockstep.models import parameter_count
+from lockstep.models.deferred import Deferred
+from lockstep.parallel.recompute import recompute
+from lockstep.strategies.compiling import compile_blocks, compile_model
+from lockstep.strategies.options import Options
+from lockstep.strategies.parallel_model import ParallelModel
+from lockstep.strategies.table import STRATEGIES, Table, check_parallel, engine_named
+
+
+def make_layout(world: World, parallel: Parallel, table: Table = STRATEGIES) -> Layout:
+    """What the config asks for, over the ranks that there are."""
+    return Layout(world, engine_named(parallel.data, table).degrees(parallel, world.size))
+
+
+def parallelize(
+    model: nn.Module | Deferred, layout: Layout, options: Options, table: Table = STRATEGIES
+) -> ParallelModel:
+    """`model`: plain, on one device; or deferred, and then no rank holds the whole of it where the engine shards it.
+
+    `table`: where `options.parallel.data` is looked up.
+    """
+    check_parallel(options.parallel, layout.world.device.type, options.precision, options.compile != "none", table)
+    engine = table[options.parallel.data](layout, options)
+    tensors: Iterator[tuple[str, Tensor]] | None = None
+    if isinstance(model, Deferred):
+        if engine.fills_parts:
+            model, tensors = model.on_meta()
+        else:
+            model = model.build()
+    parameters = parameter_count(model)
+    recompute(model, options.recompute, options.recompute_every)
+    model.to(None if tensors is not None else layout.world.device, options.dtype)
+    if engine.fills_parts:  # it shards block by block
+        compile_blocks(model, options)
+    else:
+        compile_model(model, options)
+    engine.wrap(model)
+    if tensors is not None:
+        engine.fill(of_first_rank(tensors, layout.norm, layout.world.device))
+    return ParallelModel(engine, parameters)
+
+
+def of_first_rank(
+    tensors: Iterator[tuple[str, Tensor]], group: Group, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor as the first rank has it, one at a time."""
+    for name, tensor in tensors:
+        yield name, broadcast(tensor.to(device).contiguous(), group=group, purpose="parameters")

@@ -1,0 +1,94 @@
+"""ZeRO stages 1 and 2 by hand: a sharded optimizer, and a wrapper that averages gradients to their owners."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import Parallel
+from lockstep.layout import Held, Region
+from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
+from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
+from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes, gather_factor, padded
+
+
+class ShardedState(Engine):
+    """`parallel.data` is zero1 or zero2.
+
+    Stage 1 holds gradients whole while micro-batches accumulate, so they meet once per step; in stage 2 they are never
+    whole, and those of each micro-batch are added to the owner's part at once.
+    """
+
+    axis = "shard"
+    offloads = ("cpu",)
+    leaves_in_flight = True
+    module: ShardedDataParallel
+    optimizer: ShardedOptimizer
+
+    @classmethod
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+        """The gradients to their owners, the parameters back, and which of them were used."""
+        buckets = bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
+        elements = sum(padded(bucket, sizes.itemsize, ranks) for bucket in buckets)
+        sent = gather_factor(ranks) * 2 * elements * sizes.itemsize
+        return Theory(2 * len(buckets) + 1, sent + all_reduce_factor(ranks) * (len(sizes.sizes) + 1) * 4)
+
+    @classmethod
+    def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
+        return parallel.data == "zero2"
+
+    @classmethod
+    def advice(cls, parallel: Parallel) -> Iterator[str]:
+        if parallel.bucket_mb > 5:
+            yield "--parallel.bucket-mb 5 (smaller buckets are sent sooner)"
+
+    def wrap(self, stage: nn.Module) -> None:
+        self.model = stage
+        self.stage = int(self.parallel.data.removeprefix("zero"))
+        self.optimizer = ShardedOptimizer(
+            self.trainable() or [nn.Parameter(torch.empty(0))],
+            self.options.make_optimizer,
+            process_group=self.layout.gradient,
+            bucket_mb=self.parallel.bucket_mb,
+            offload=self.parallel.offload == "cpu",
+        )
+        # A model that is compiled as one has no place inside it where a block could wait.
+        overlap = self.options.compile != "model"
+        self.module = ShardedDataParallel(stage, self.optimizer, self.stage, overlap_gather=overlap)
+
+    def synchronize(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last or self.stage == 2 else self.module.no_sync()
+
+    def keep_own_gradients(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
+
+    def zero_gradients(self) -> None:
+        self.module.zero_grad()
+
+    def finish_gradients(self) -> None:
+        self.module.finish_gradient_synchronization()
+
+    def settle(self) -> None:
+        self.optimizer.wait_for_parameters()
+
+    def trained(self) -> dict[str, Held]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {
+            names[owned.parameter]: Held(owned.shard, self._region(owned.parameter, owned.piece.inside))
+            for owned in self.optimizer.owned()
+            if owned.parameter in names
+        }
+
+    @staticmethod
+    def _region(parameter: nn.Parameter, inside: slice) -> Region:
+        return Region.whole(parameter.shape).part(inside.start, inside.stop)
+
+    def gradient_memory(self) -> list[Tensor]:
+        return [bucket.buffer if self.stage == 1 else bucket.own for bucket in self.module.buckets]
+
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer.inner

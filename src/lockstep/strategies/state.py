@@ -1,0 +1,201 @@
+"""What survives a run, under names that no layout changes.
+
+    model.NAME               a parameter or buffer
+    optimizer.NAME.KEY       the optimizer's KEY (exp_avg, step, ...) for the parameter NAME
+    own.RANK                 what only this rank has and another number of ranks could not use
+
+A value is a whole tensor where every rank has all of it, or a `Held`: memory, and which region of the whole it is. So
+what one engine has saved any other can load.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import all_gather, all_gather_objects
+from lockstep.errors import UserError
+from lockstep.layout import Group, Held, Region
+from lockstep.layout.region import local
+from lockstep.parallel.wrapper import broadcast_buffers
+from lockstep.strategies.engine import Engine
+
+Leaf = Any
+"""Held, Tensor, or, under own., a nest of plain values and tensors."""
+
+
+class State(Protocol):
+    """What checkpoints, verify and the loop ask of an engine's state. Every rank must call each of them together."""
+
+    def before_saving(self) -> None:
+        """What all ranks hold must be the same on all: only one of them writes it."""
+
+    def state_dict(self) -> dict[str, Leaf]:
+        """This rank's part of everything that the next step depends on. The engine's own tensors, not copies."""
+
+    def to_load(self, saved: set[str]) -> dict[str, Leaf]:
+        """What to fill from a checkpoint that holds these names, whatever engine saved it; then `load`."""
+
+    def load(self, state: dict[str, Leaf]) -> None:
+        """Take over `state`: one that `to_load` gave and that has been filled, or a copy of `state_dict`."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Layout-free: original names, whole tensors, on every rank."""
+
+
+class RegionState:
+    """Of engines whose parameters are regions of the model's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.rank = engine, engine.layout.world.rank
+
+    def before_saving(self) -> None:
+        broadcast_buffers(self.engine.model, self.engine.layout.batch)
+
+    def state_dict(self) -> dict[str, Leaf]:
+        engine, only_trained = self.engine, self.engine.options.save_trained_only
+        return {
+            **model_leaves(engine.model, engine.held(), only_trained),
+            **optimizer_leaves(engine.local_optimizer, engine.trained()),
+            f"own.{self.rank}": engine.own_state(),
+        }
+
+    def to_load(self, saved: set[str]) -> dict[str, Leaf]:
+        initialize_state(self.engine.local_optimizer)
+        return wanted_leaves(self.state_dict(), saved)
+
+    def load(self, state: dict[str, Leaf]) -> None:
+        optimizer = self.engine.local_optimizer
+        if any(name.startswith("optimizer.") for name in state):
+            initialize_state(optimizer)
+        mine = self.state_dict()
+        with torch.no_grad():
+            for name, value in state.items():
+                if not name.startswith("own."):
+                    copy_leaf(mine[name], value)
+        forget_unsaved(optimizer, self.engine.trained(), set(state))
+        if own := state.get(f"own.{self.rank}"):
+            self.engine.load_own_state(own)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        engine = self.engine
+        found = gathered(engine.held(), engine.layout.norm)
+        first = first_names(engine.model)
+        # Buffers, and what is tied under its other names too.
+        state = {n: b.detach().clone() for n, b in engine.model.named_buffers() if n in persistent(engine.model)}
+        return {**{name: found[first[name]] for name in first}, **state}
+
+
+def gathered(held: dict[str, Held], group: Group) -> dict[str, Tensor]:
+    """Whole tensors, put together from all ranks' regions. For looking at: training never needs them."""
+    regions = all_gather_objects({name: h.region for name, h in held.items()}, group)
+    names = list(dict.fromkeys(name for theirs in regions for name in theirs))
+    found: dict[str, Tensor] = {}
+    for name in names:
+        mine = held.get(name)
+        if all(name in theirs and theirs[name].is_whole for theirs in regions):
+            assert mine is not None
+            found[name] = mine.tensor.clone().view(mine.region.shape)
+        else:
+            found[name] = _gathered(mine, [theirs.get(name) for theirs in regions], group)
+    return found
+
+
+def _gathered(mine: Held | None, regions: list[Region | None], group: Group) -> Tensor:
+    longest = max(region.numel for region in regions if region is not None)
+    shape = next(region.shape for region in regions if region is not None)
+    like = mine.tensor if mine is not None else torch.empty(0)
+    mine_row = like.new_zeros(longest)
+    if mine is not None:
+        mine_row[: mine.region.numel] = like.reshape(-1)
+    rows = all_gather(mine_row, group, purpose="check")
+    whole = like.new_zeros(shape)
+    for region, row in zip(regions, rows, strict=True):
+        if region is not None:
+            region.write(whole, row[: region.numel])
+    return whole
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the first name of the same parameter (tied ones have several)."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def persistent(model: nn.Module) -> set[str]:
+    """Names of what belongs into a state_dict."""
+    return set(model.state_dict(keep_vars=True))
+
+
+# ---- leaves --------------------------------------------------------------------------------------------------
+
+
+def leaf(held: Held) -> Leaf:
+    """As a checkpoint knows it: what every rank has whole is a plain tensor."""
+    return held.tensor.view(held.region.shape) if held.region.is_whole else held
+
+
+def model_leaves(model: nn.Module, held: dict[str, Held], only_trained: bool) -> dict[str, Leaf]:
+    """A tied parameter under its first name. `only_trained`: what is frozen can be had elsewhere (LoRA)."""
+    state = {f"model.{n}": leaf(h) for n, h in held.items() if h.parameter.requires_grad or not only_trained}
+    saved = persistent(model)
+    return {**state, **{f"model.{n}": b.detach() for n, b in model.named_buffers() if n in saved}}
+
+
+def optimizer_leaves(optimizer: torch.optim.Optimizer, trained: dict[str, Held]) -> dict[str, Leaf]:
+    state = {}
+    for name, held in trained.items():
+        for key, value in optimizer.state.get(held.parameter, {}).items():
+            if isinstance(value, Tensor):
+                found = held.like(value)
+                state[f"optimizer.{name}.{key}"] = leaf(found) if isinstance(found, Held) else found
+    return state
+
+
+def initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make the state that it has not made yet, which it does in a step, without moving a weight.
+
+    With a rate of 0 and gradients of 0 a step changes nothing but the state, which is then overwritten.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    before = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = None if optimizer.state.get(parameter) else torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+
+
+def forget_unsaved(optimizer: torch.optim.Optimizer, trained: dict[str, Held], saved: set[str]) -> None:
+    """A parameter that the saved run had no state for (it had no gradient yet) begins without one here too."""
+    for name, held in trained.items():
+        state = optimizer.state.get(held.parameter)
+        if state and not any(f"optimizer.{name}.{key}" in saved for key in state):
+            del optimizer.state[held.parameter]
+
+
+def wanted_leaves(mine: dict[str, Leaf], saved: set[str]) -> dict[str, Leaf]:
+    """What to read of a checkpoint that holds `saved`; refused if that is another model's or another optimizer's."""
+    for kind, hint in (("model", "build the same model"), ("optimizer", "use the same train.optimizer")):
+        ours = {key for key in mine if key.startswith(f"{kind}.")}
+        theirs = {key for key in saved if key.startswith(f"{kind}.")}
+        missing = sorted(ours - theirs) if kind == "model" or not ours & theirs else []
+        if missing and (kind == "model" or theirs):
+            raise UserError(f"the checkpoint has no {missing[0]} (and {len(missing) - 1} more are missing); {hint}")
+    return {key: leaf for key, leaf in mine.items() if key in saved}
+
+
+def copy_leaf(mine: Leaf, theirs: Leaf) -> None:
+    """Nothing to do where a checkpoint has been read into our own tensor."""
+    mine, theirs = _memory(mine), _memory(theirs)
+    if mine.data_ptr() != theirs.data_ptr():
+        mine.copy_(theirs)
+
+
+def _memory(leaf: Leaf) -> Tensor:
+    return leaf.tensor if isinstance(leaf, Held) else local(leaf)

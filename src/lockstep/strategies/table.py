@@ -1,0 +1,113 @@
+"""Every way of spreading a step, ours and PyTorch's. This table is all of them."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+from lockstep.comm.by_hand import ALGORITHM_NAMES
+from lockstep.config import Parallel
+from lockstep.errors import UserError
+from lockstep.strategies.data_parallel import HandWritten
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.deepspeed import DeepSpeed
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.fsdp import FSDP
+from lockstep.strategies.fully_sharded import FullySharded
+from lockstep.strategies.local_sgd import LocalSGD
+from lockstep.strategies.sharded import ShardedState
+from lockstep.strategies.single import Single
+from lockstep.strategies.theory import NOTHING, ModelSizes, Theory
+from lockstep.strategies.zero1_torch import Zero1Torch
+
+Table = dict[str, type[Engine]]
+
+STRATEGIES: Table = {
+    "single": Single,
+    "naive": HandWritten,
+    "flat": HandWritten,
+    "overlap": HandWritten,
+    "bucketed": HandWritten,
+    "ddp": DDP,
+    "zero1": ShardedState,
+    "zero2": ShardedState,
+    "zero3": FullySharded,
+    "fsdp": FSDP,
+    "zero1_torch": Zero1Torch,
+    "deepspeed": DeepSpeed,
+    "local_sgd": LocalSGD,
+}
+
+OF_BUCKETED = ("ring", "bf16", "fp16", "topk", "powersgd")
+"""What naive, flat and overlap take too, but only once is a row."""
+VARIANTS = (
+    *(f"bucketed+{option}" for option in OF_BUCKETED),
+    *(f"{name}+{option}" for name, engine in STRATEGIES.items() for option in engine.variants),
+)
+"""Options of a strategy that comparisons list as rows of their own."""
+
+
+def engine_named(data: str, table: Table = STRATEGIES) -> type[Engine]:
+    if data not in table:
+        raise UserError(f"parallel.data is {data!r}, but it must be one of {', '.join(STRATEGIES)}")
+    return table[data]
+
+
+def strategy_named(name: str, parallel: Parallel | None = None, table: Table = STRATEGIES) -> Parallel:
+    """`bucketed+topk` -> the Parallel section that asks for it, on top of `parallel`."""
+    base, _, option = name.partition("+")
+    if base not in table:
+        raise UserError(f"strategy {name!r} does not exist; there are {', '.join([*STRATEGIES, *VARIANTS])}")
+    chosen = replace(parallel or Parallel(), data=base)
+    found = table[base].variant(chosen, option) if option else chosen
+    if found is None:
+        raise UserError(
+            f"strategy {name!r} does not exist; options of a strategy are {', '.join(VARIANTS)}, "
+            f"and an all-reduce algorithm, as in bucketed+ring ({', '.join(ALGORITHM_NAMES)})"
+        )
+    return found
+
+
+def available_strategies() -> list[str]:
+    """Every strategy and variant, but for those that need a package that is not installed."""
+    missing = {name for name, e in STRATEGIES.items() if e.package is not None and find_spec(e.package) is None}
+    return [name for name in (*STRATEGIES, *VARIANTS) if name.partition("+")[0] not in missing]
+
+
+def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
+    """`all` stands for every strategy and variant that can run here."""
+    names = [n for word in wanted for n in (available_strategies() if word == "all" else [word])]
+    for name in names:
+        strategy_named(name)
+    return list(dict.fromkeys(names))
+
+
+def expected_traffic(sizes: ModelSizes, parallel: Parallel, ranks: int, table: Table = STRATEGIES) -> Theory | None:
+    """What theory says about one step; None where there is no closed form (yet)."""
+    return NOTHING if ranks == 1 else table[parallel.data].traffic(sizes, parallel, ranks)
+
+
+# ---- what does not go together -------------------------------------------------------------------------------------
+
+
+def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bool, table: Table = STRATEGIES) -> None:
+    """Refuse what a strategy does not have, with the reason; before any rank starts, where the config is known."""
+    data, offload = parallel.data, parallel.offload
+    engine = engine_named(data, table)
+    for option, neutral in (("compression", "none"), ("algorithm", "native")):
+        chosen = getattr(parallel, option)
+        if chosen != neutral and not engine.takes_compression:
+            who = ", ".join(name for name, other in STRATEGIES.items() if other.takes_compression)
+            raise UserError(f"parallel.{option} {chosen} does not go with parallel.data {data}; use {who}")
+    if parallel.sharding not in engine.shardings:
+        who = ", ".join(name for name, other in STRATEGIES.items() if parallel.sharding in other.shardings)
+        raise UserError(f"parallel.sharding {parallel.sharding} does not go with parallel.data {data}; use {who}")
+    if offload != "none" and offload not in engine.offloads:
+        who = ", ".join(name for name, other in STRATEGIES.items() if offload in other.offloads)
+        raise UserError(f"parallel.offload {offload} does not go with parallel.data {data}; use {who}")
+    if offload == "cpu" and device == "cpu" and data != "deepspeed":
+        raise UserError(
+            "parallel.offload cpu moves what a GPU does not need at the moment to the host, and these ranks compute on "
+            "the host already; leave it out"
+        )
+    if parallel.deepspeed_config is not None and data != "deepspeed":
+        raise UserError(f"parallel.deepspeed_config goes with parallel.data deepspeed, and this is {data}")
+    engine.check(parallel, precision, compiled)

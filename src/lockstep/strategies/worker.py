@@ -1,0 +1,201 @@
+"""The worker: executes a schedule's instructions over the micro-batches of one step.
+
+The meaning of a step. The reference is one process that takes the whole global batch, the mean loss over all its
+targets (samples, or tokens that are not padding), one backward, one clip, one optimizer step. Every engine at every
+degree gives that loss, those gradients and those weights, also when shares and micro-batches differ in size. So
+everything is weighted by counts, never by ranks: with C targets in the global batch and n ranks that read different
+samples, each micro-batch's loss is its sum times n / C, and the mean over the ranks is the mean over the targets.
+
+What is sent besides gradients and parameters: the counts (16 bytes, issued before forward, waited for before the first
+backward), the loss (16 bytes, in flight during the last backward, waited for by whoever reads it), and the norm's
+squares (8 bytes) where ranks hold parts.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.collectives import Pending, all_gather_objects, all_reduce_async
+from lockstep.comm.ledger import Ledger, recording
+from lockstep.data import Batch
+from lockstep.layout import Group
+from lockstep.models.loss import with_correct_count
+from lockstep.parallel.schedule import Instruction, one_stage
+from lockstep.strategies.compiling import compiled
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.gradients import Gradients
+from lockstep.strategies.loss_scale import LossScale
+from lockstep.strategies.step import Phases, StepResult, Totals
+
+
+@dataclass
+class Step:
+    """What a step has come to while it is executed."""
+
+    micro_batches: list[Batch]
+    totals: Totals
+    counting: Pending
+    around: Callable[[bool], AbstractContextManager[None]]
+    """Around forward and backward of a micro-batch, which is told whether it is the last one."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """Of micro-batches whose backward has not run."""
+    norm: Tensor | None = None
+    applied: bool | None = None
+    """Whether the optimizer has stepped; None: only the device knows."""
+
+    def is_last(self, micro_batch: int) -> bool:
+        return micro_batch == len(self.micro_batches) - 1
+
+
+class Worker:
+    """Carries out instructions, with one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.layout, self.options = engine, engine.layout, engine.options
+        self.device = self.layout.world.device
+        self.ledger, self.phases = Ledger(self.device), Phases(self.device)
+        self.measure = compiled(with_correct_count(self.options.loss), self.options)
+        self.loss_scale = LossScale() if self.options.precision == "fp16" else None
+        self.stop_requested = False
+        """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
+        self.gradients = Gradients(engine)
+        self._fused: bool | None = None  # whether all ranks' optimizers are; asked at the first step
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step. `batch` is this rank's share of the global batch."""
+        self.phases.spans = []
+        self.ledger.open()
+        with recording(self.ledger):
+            step = self._begin(batch, self.engine.synchronize)
+            for instruction in one_stage(self.options.accumulation):
+                self._carry_out(instruction, step)
+        assert step.norm is not None, "a schedule ends with a step"
+        return StepResult(step.totals, step.norm, step.applied)
+
+    def only_gradients(self, batch: Batch) -> Totals:
+        """Forward and backward without averaging, to look at this rank's own gradients."""
+        step = self._begin(batch, lambda _: self.engine.keep_own_gradients())
+        for instruction in one_stage(self.options.accumulation):
+            if instruction.kind in ("forward", "backward"):
+                self._carry_out(instruction, step)
+        return step.totals
+
+    def _begin(self, batch: Batch, around: Callable[[bool], AbstractContextManager[None]]) -> Step:
+        batch = batch.to(self.device, self.options.dtype)
+        self.engine.zero_gradients()
+        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
+        counts[0].fill_(batch.target_count())  # counts[0] = ... would copy from the host, and wait for the device
+        counts[1].fill_(float(self.stop_requested))
+        counting = summed(counts, self.layout.loss, "count")
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = Totals(sums, counts, Pending(None), sums[0])
+        return Step(batch.micro_batches(self.options.accumulation), totals, counting, around)
+
+    def _carry_out(self, instruction: Instruction, step: Step) -> None:
+        match instruction.kind:
+            case "forward":
+                self._forward(instruction.micro_batch, step)
+            case "backward":
+                self._backward(instruction.micro_batch, step)
+            case "reduce":
+                with self.phases("backward"):
+                    self.engine.finish_gradients()
+            case "step":
+                self._update(step)
+
+    # ---- forward and backward ----------------------------------------------------------------------------------
+
+    def _forward(self, index: int, step: Step) -> None:
+        micro_batch = step.micro_batches[index]
+        if micro_batch.filler:
+            self.engine.model.eval()  # a filler leaves running statistics alone
+        with step.around(step.is_last(index)), self.phases("forward"), self.precision():
+            outputs = self.forward(micro_batch.inputs)
+            step.losses[index], correct = self.measure(outputs, micro_batch.targets)
+        if not micro_batch.filler:
+            step.totals.sums += torch.stack((step.losses[index].detach().double(), correct.double()))
+
+    def _backward(self, index: int, step: Step) -> None:
+        micro_batch, totals = step.micro_batches[index], step.totals
+        step.counting.wait()  # issued before forward, needed only now
+        if step.is_last(index):
+            totals.own_loss = totals.sums[0].clone()
+            totals.pending = summed(totals.sums, self.layout.loss, "loss")  # in flight during backward
+        with step.around(step.is_last(index)), self.phases("backward"):
+            self.backward(self._weighted(step.losses.pop(index), micro_batch, totals.counts[0]))
+        if micro_batch.filler:
+            self.engine.model.train()
+
+    def _weighted(self, loss_sum: Tensor, micro_batch: Batch, count: Tensor) -> Tensor:
+        """By its share of the global batch's targets."""
+        weight = self.layout.batch.size / count.clamp(min=1) * (0.0 if micro_batch.filler else 1.0)
+        # A loss that is not finite must reach every rank, but backward looks at the loss's slope, not its value:
+        # 0 * loss is 0 or NaN, and makes all gradients NaN.
+        loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.engine.module(inputs)
+        return outputs
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Around forward: bf16 and fp16 compute under autocast, unless an engine casts by itself."""
+        dtype = self.options.compute_dtype
+        return nullcontext() if dtype is None or self.engine.casts else torch.autocast(self.device.type, dtype)
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------
+
+    def _update(self, step: Step) -> None:
+        with self.phases("optimizer"):
+            step.norm, step.applied = self.apply_gradients(step.totals)
+        if step.applied is False:
+            self.engine.on_skip()
+        else:
+            with self.phases("backward"):
+                self.engine.after_step()
+
+    def apply_gradients(self, totals: Totals) -> tuple[Tensor, bool | None]:
+        """Clip by the global norm and step; on non-finite gradients no rank steps.
+
+        Returns (norm, whether the step was taken; None if only the device knows).
+        """
+        if self.loss_scale is not None:
+            self.gradients.scale(torch.tensor(1.0 / self.loss_scale.scale))
+        norm = self.gradients.norm()
+        applied = None if self._skips_on_device() else self.engine.agree_finite(bool(norm.isfinite()))
+        if applied is None:
+            optimizer: Any = self.engine.local_optimizer
+            optimizer.found_inf = (~norm.isfinite()).float()  # how torch's own gradient scaler tells it
+        if applied is not False:
+            if self.options.clip_norm is not None:
+                self.gradients.clip(norm, self.options.clip_norm)
+            self.engine.optimizer.step()
+        if self.loss_scale is not None:  # on a skipped step all ranks halve it alike, whoever overflowed
+            assert applied is not None, "with a loss scale the host decides"
+            self.loss_scale.update(applied)
+        return norm, applied
+
+    def _skips_on_device(self) -> bool:
+        """A fused Adam leaves everything as it is where it is told, on the device, that gradients are not finite. So
+        the host need not wait for the norm, unless it has something of its own to do at a skipped step.
+        """
+        if self._fused is None:
+            optimizer = self.engine.local_optimizer
+            mine = isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults.get("fused"))
+            tensors = any(p.numel() for group in optimizer.param_groups for p in group["params"])
+            # Parts of a small model may be nothing on some ranks: these go with the others.
+            votes = all_gather_objects(mine if tensors else None, self.layout.norm)
+            self._fused = set(votes) - {None} == {True}
+        return self._fused and self.loss_scale is None and not self.engine.host_decides
+
+
+def summed(tensor: Tensor, group: Group, purpose: str) -> Pending:
+    """Begin to add up over the ranks of a group."""
+    return all_reduce_async(tensor, group=group, purpose=purpose)

@@ -1,0 +1,71 @@
+"""PyTorch's stage 1: DDP averages gradients on every rank, ZeroRedundancyOptimizer shards the state.
+
+It gives whole parameters to ranks, and each broadcasts what it has updated.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.comm.ledger import Mark, active_ledger, mark
+from lockstep.config import Parallel
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.engine import Engine
+from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor
+
+
+class Zero1Torch(Engine):
+    """DDP does the gradients; here is the optimizer."""
+
+    sends_after_step = True
+
+    @classmethod
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+        """As DDP, and every parameter broadcast by its owner."""
+        return Theory(None, (all_reduce_factor(ranks) + 1) * sizes.psi * sizes.itemsize)
+
+    def wrap(self, stage: nn.Module) -> None:
+        self._ddp = DDP(self.layout, self.options)
+        self._ddp.wrap(stage)
+        self.model, self.module, self.optimizer = stage, self._ddp.module, self._ddp.optimizer
+        if self.layout.gradient.size > 1 and self.trainable():
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
+            make: Any = self.options.make_optimizer
+            group = self.layout.gradient.native
+            self.optimizer = ZeroRedundancyOptimizer(self.trainable(), make, process_group=group)
+            self._time_broadcasts()
+
+    def _time_broadcasts(self) -> None:
+        """The optimizer ends its step by broadcasting what each rank has updated, in a method of its own."""
+        optimizer: Any = self.optimizer
+        broadcast, device = optimizer._sync_params, self.layout.world.device
+
+        def timed() -> None:
+            self._broadcasting: tuple[Mark, Mark] = (mark(device), mark(device))
+            broadcast()
+            self._broadcasting = (self._broadcasting[0], mark(device))
+
+        optimizer._sync_params = timed
+
+    def synchronize(self, last: bool) -> AbstractContextManager[None]:
+        return self._ddp.synchronize(last)
+
+    def finish_gradients(self) -> None:
+        self._ddp.finish_gradients()
+
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        """Of the parameters that this rank updates."""
+        inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        return inner
+
+    def after_step(self) -> None:
+        """The optimizer has broadcast every parameter, one by one: note them with the time of all."""
+        ledger, group = active_ledger(), self.layout.gradient
+        for parameter in self.trainable() if group.size > 1 and ledger is not None else []:
+            entry = ledger.add("broadcast", "parameters", group, parameter.nbytes)  # type: ignore[union-attr]
+            entry.issued = entry.wait_started = self._broadcasting[0]
+            entry.wait_ended = self._broadcasting[1]

@@ -1,0 +1,153 @@
+"""The folder of a run: which one, whose it is, and what it goes on from.
+
+One rank decides and tells the others: ranks that each looked at their own clock, or their own disk, would decide
+differently.
+"""
+
+import fcntl
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint.checkpoints import CHECKPOINTS
+from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.config import Config, load_config
+from lockstep.errors import UserError
+from lockstep.layout.world import World
+
+CONFIG = "config.yaml"
+LOCK = ".lock"
+
+
+@dataclass
+class RunFolder:
+    """Where a run writes, and what it goes on from."""
+
+    folder: Path
+    source: Path | None = None
+    """A run's folder, or one checkpoint. None: it starts from the beginning."""
+    passed_over: tuple[str, ...] = ()
+    """Newer runs that do not fit this one, and why."""
+
+
+def choose_folder(world: World, config: Config, run_dir: str | None, resume: str | None) -> RunFolder:
+    """The first rank's choice, on every rank; and a mistake that it finds, on every rank."""
+    chosen: RunFolder | str = ""
+    if world.is_main:
+        try:
+            chosen = _choose(config, run_dir, resume)
+        except UserError as mistake:
+            chosen = str(mistake)
+    first: RunFolder | str = all_gather_objects(chosen)[0]
+    if isinstance(first, str):
+        raise UserError(first)
+    return first
+
+
+def _choose(config: Config, run_dir: str | None, resume: str | None) -> RunFolder:
+    task = f"{config.model.name}-{config.data.name}"
+    if resume is None:
+        return RunFolder(Path(run_dir) if run_dir else _new_folder(config, task))
+    if resume == "auto":
+        if run_dir:
+            here = Path(run_dir)
+            return RunFolder(here, here if newest_checkpoint(here) else None)
+        return _newest_that_fits(config, task)
+    source = Path(resume)
+    if not source.is_dir():
+        raise UserError(f"--resume {resume}: there is no such folder; give a run's folder, a checkpoint, or auto")
+    home = source.parent.parent if (source / MANIFEST).exists() else source
+    return RunFolder(Path(run_dir) if run_dir else home, source)
+
+
+def _new_folder(config: Config, task: str) -> Path:
+    """A name that no other run has: two may start in the same second."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{config.parallel.data}"
+    folder, number = Path("runs") / name, 1
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{name}-{number}"
+    return folder
+
+
+def newest_checkpoint(run: Path) -> float:
+    """When the run's newest checkpoint was written; 0 if it has none."""
+    return max((f.stat().st_mtime for f in (run / CHECKPOINTS).glob("step-*") if f.is_dir()), default=0.0)
+
+
+def _newest_that_fits(config: Config, task: str) -> RunFolder:
+    """By the time of their last checkpoints: of the runs of this model and data, the newest that has the same sizes."""
+    runs = [run for run in Path("runs").glob(f"*-{task}-*") if newest_checkpoint(run)]
+    passed_over: list[str] = []
+    for run in sorted(runs, key=newest_checkpoint, reverse=True):
+        reason = _misfit(config, run)
+        if reason is None:
+            return RunFolder(run, run, tuple(passed_over))
+        passed_over.append(f"{run} is not resumed: {reason}")
+    return RunFolder(_new_folder(config, task), None, tuple(passed_over))
+
+
+def _misfit(config: Config, run: Path) -> str | None:
+    """Why a run cannot be gone on with under this config."""
+    try:
+        theirs = load_config(run / CONFIG)
+    except UserError as error:
+        return f"its config cannot be read ({error})"
+    old_train, train = theirs.train, config.train
+    pairs: list[tuple[str, object, object]] = [
+        *((name, getattr(theirs, name), getattr(config, name)) for name in ("model", "data", "lora")),
+        *((f"train.{key}", getattr(old_train, key), getattr(train, key)) for key in ("batch_size", "seed")),
+    ]
+    for name, old, new in pairs:
+        if old != new:
+            return _difference(name, old, new)
+    return None
+
+
+def _difference(name: str, old: object, new: object) -> str:
+    if hasattr(old, "__dict__") and hasattr(new, "__dict__"):
+        keys = [key for key in vars(new) if vars(old).get(key) != vars(new)[key]]
+        if keys:
+            return f"it has {name}.{keys[0]} {vars(old).get(keys[0])}, and this run {vars(new)[keys[0]]}"
+    return f"it has {name} {old}, and this run {new}"
+
+
+@contextmanager
+def locked(world: World, folder: Path) -> Iterator[None]:
+    """While the run lasts, no other run may write to the folder. Refused on every rank alike."""
+    mistake, descriptor, was_there = "", -1, True
+    if world.is_main:
+        was_there = folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+        except BlockingIOError:
+            owner = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip()
+            mistake = f"{folder} is being written by another run ({owner}); choose another --run-dir, or wait for it"
+        except OSError as error:
+            mistake = f"--run-dir {folder} cannot be written ({error.strerror}); choose another folder"
+    mistake = all_gather_objects(mistake)[0]
+    try:
+        if mistake:
+            raise UserError(mistake)
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)  # and the lock is gone
+            if not was_there and not mistake:
+                _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """A run that failed before it wrote anything leaves nothing."""
+    if {f.name for f in folder.iterdir()} <= {LOCK}:
+        (folder / LOCK).unlink(missing_ok=True)
+        folder.rmdir()
