@@ -1,6 +1,10 @@
 """Strict configs: a mistake is one line that names the file, the key and the mend."""
 
+import re
+import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,3 +80,50 @@ def test_ranges_are_checked() -> None:
         check_ranges(Config(train=Train(batch_size=0)))
     with pytest.raises(UserError, match=r"parallel\.topk_ratio is 2"):
         check_ranges(Config(parallel=Parallel(topk_ratio=2)))
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefghi")
+)
+HOSTILE = {
+    "an anchor bomb": (BOMB, "more than 10,000 values"),
+    "an anchor that contains itself": ("model: &m {name: cnn, again: *m}", "an anchor contains itself"),
+    "a number of 5,000 digits": ("train: {steps: " + "9" * 5000 + "}", "has a value that cannot be"),
+    "a date that is none": ("data: {path: 2026-13-45}", "has a value that cannot be"),
+    "nested too deeply": ("a: " + "[" * 5000, "has a value that cannot be"),
+    "a megabyte": ("#" * 2_000_000, "longer than 1,000,000 characters"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_file_is_one_line_at_once(tmp_path: Path, what: str) -> None:
+    text, words = HOSTILE[what]
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    start = time.monotonic()
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        load_config(file)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("train", {"lr": float("inf")}, "train.lr is inf, but it must be from 0 to 1,000,000"),
+        ("train", {"lr": 1e308}, "train.lr is 1e+308"),
+        ("train", {"lr": float("nan")}, "train.lr is nan"),
+        ("train", {"betas": (0.9, 2.0)}, "train.betas is (0.9, 2.0)"),
+        ("train", {"clip_norm": 0.0}, "train.clip_norm is 0.0"),
+        ("train", {"batch_size": 10**30}, "train.batch_size is 1000"),
+        ("data", {"path": "a\0b"}, "data.path has a NUL character"),
+        ("parallel", {"replicate": 0}, "parallel.replicate is 0"),
+        ("model", {"channels": (10**10,)}, "model.channels is (10000000000,)"),
+    ],
+)
+def test_values_that_no_run_can_use(section: str, values: dict[str, Any], words: str) -> None:
+    config = Config()
+    for name, value in values.items():
+        setattr(getattr(config, section), name, value)
+    with pytest.raises(UserError, match=re.escape(words)):
+        check_ranges(config)

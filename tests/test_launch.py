@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -18,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import RankError, UserError
-from lockstep.launch import Launch, run_on_ranks
+from lockstep.launch import Launch, leftovers, run_on_ranks
 from lockstep.launch.adopt import _first_host, _tasks_on_this_node
 from lockstep.launch.join import choose_device, share_gpu_environment
+from lockstep.launch.processes import signature
+from lockstep.launch.start import check_nproc
 from lockstep.layout.world import World
 
 SCRIPT = textwrap.dedent(
@@ -246,8 +249,30 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals) 
     assert alive == []
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert "interrupted" in output
+        assert "stopped by Ctrl-C and saved; go on with --resume" in output
+        assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert "Traceback" not in output
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    """While ranks are busy with a step of many seconds, the first one waits for its end; the second does not."""
+    command = [sys.executable, "-m", "lockstep", "train", "--nproc", "2", "--device", "cpu", "--model.name", "mlp"]
+    command += ["--data.name", "synthetic", "--data.kind", "regression", "--data.shape", "2048", "--data.classes", "8"]
+    command += ["--model.width", "2048", "--train.batch-size", "40000", "--data.samples", "40000"]
+    process = start([*command, "--train.lr", "1e-6", "--run-dir", str(tmp_path / "run")])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert (process.returncode, alive) == (130, [])
+    assert "interrupted: Ctrl-C: all ranks were ended" in output
 
 
 def test_ctrl_c_while_ranks_import(tmp_path: Path) -> None:
@@ -261,9 +286,95 @@ def test_ctrl_c_while_ranks_import(tmp_path: Path) -> None:
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=30)
-    assert (process.returncode, output) == (130, "interrupted: SIGINT: all ranks were ended\n")
+    assert (process.returncode, output) == (130, "interrupted: Ctrl-C: all ranks were ended\n")
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert alive == []
 
 
 # ---- degrees -----------------------------------------------------------------------------------------------
+
+
+def leaves(world: World, how: str) -> None:
+    if world.rank == 1:
+        sys.exit(0) if how == "sys.exit" else None
+    dist.barrier()
+
+
+def test_a_rank_that_leaves_is_noticed_at_once() -> None:
+    """sys.exit(0) is not the end of a rank's work; the others would wait for it until the time-out."""
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 left with sys.exit\(0\) before its work was done"):
+        on_ranks(leaves, 2, "sys.exit")
+    assert time.monotonic() - start < 40
+
+
+KILLED = textwrap.dedent(
+    """
+    import os, signal, sys, time, torch, torch.distributed as dist
+    from lockstep.launch import Launch, run_on_ranks
+
+    def one_dies(world):
+        dist.all_reduce(torch.ones(1))
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1_000_000))
+
+    if __name__ == "__main__":
+        run_on_ranks(one_dies, launch=Launch(nproc=4, device="cpu", backend=sys.argv[1], timeout=60))
+    """
+)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_cause_comes_first(tmp_path: Path, backend: str) -> None:
+    """Of four ranks one is killed: its end is the first line, and the survivors' tracebacks are not there at all."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    ended = subprocess.run([sys.executable, str(script), backend], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last == "lockstep.errors.RankError: rank 1 failed first (exit code -9): it was ended by SIGKILL"
+    assert "PeerError" not in ended.stderr
+    assert ended.stderr.count("Traceback") <= 1  # the launcher's own
+
+
+def test_more_ranks_than_make_sense_must_be_asked_for() -> None:
+    with pytest.raises(UserError, match=r"--nproc 1000 would start 1000 processes on .* --oversubscribe"):
+        run_on_ranks(add_ranks, 0, launch=Launch(nproc=1000, device="cpu"))
+    check_nproc(Launch(device="cpu", oversubscribe=True), 1000)
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder, and the semaphores that its ranks have noted; not what belongs to another process namespace."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.run(
+        [sys.executable, "-c", "from lockstep.launch.processes import signature; print(signature())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    semaphore = Path("/dev/shm/sem.mp-lockstep0test")
+    semaphore.touch()
+    for name, of in (("gone", gone), ("alive", signature()), ("elsewhere", f"1{gone}")):
+        folder = tmp_path / f"{leftovers.FOLDER_PREFIX}{of}-{name}"
+        folder.mkdir()
+        (folder / f"{leftovers.SEMAPHORES}1").write_text(semaphore.name if name == "gone" else "sem.mp-other")
+    leftovers.remove_leftovers()
+    assert not semaphore.exists()
+    assert sorted(f.name.rpartition("-")[2] for f in tmp_path.iterdir()) == ["alive", "elsewhere"]
+
+
+def test_kill_9_of_everything_leaves_no_semaphore_for_long(tmp_path: Path) -> None:
+    """Killed with its process group, Python cannot remove the names of its semaphores; the next start does."""
+    script = tmp_path / "sleeps.py"
+    script.write_text(KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "print('up', flush=True); time.sleep(60)"))
+    before = set(Path("/dev/shm").glob("sem.mp-*"))
+    process = subprocess.Popen([sys.executable, str(script), "shm"], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    time.sleep(0.3)
+    leftovers.remove_leftovers()
+    assert set(Path("/dev/shm").glob("sem.mp-*")) <= before

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.shm import segment
+from lockstep.comm.shm import segment, semaphore
 from lockstep.layout.world import World
 from tests.ranks import left_in_shm, on_ranks
 
@@ -45,6 +45,93 @@ def disagreement(world: World) -> None:
     with pytest.raises(ValueError, match="the root is rank 5, but this group has ranks 0 to 1"):
         dist.broadcast(torch.ones(1), group_src=5, group=dist.group.WORLD)
     dist.barrier()
+
+
+def all_to_all_mistakes(world: World) -> None:
+    """Splits that do not fit the tensors are refused before anything is written; peers that disagree, on every rank."""
+    guard = torch.full((1000,), 7.0)
+    output = guard[:4]
+    with pytest.raises(ValueError, match=r"splits \[500, 500\] do not cut 4 rows"):
+        dist.all_to_all_single(output, torch.ones(4), output_split_sizes=[500, 500], input_split_sizes=[2, 2])
+    with pytest.raises(ValueError, match=r"splits \[4\] do not cut 4 rows into one part for each of 2"):
+        dist.all_to_all_single(output, torch.ones(4), output_split_sizes=[4], input_split_sizes=[2, 2])
+    with pytest.raises(ValueError, match=r"splits \[-1, 5\]"):
+        dist.all_to_all_single(output, torch.ones(4), output_split_sizes=[2, 2], input_split_sizes=[-1, 5])
+    with pytest.raises(ValueError, match=r"needs tensors of one dtype, but got torch.float32 and torch.float64"):
+        dist.group.WORLD.alltoall_base(output, torch.ones(4, dtype=torch.float64), [], [])
+    with pytest.raises(ValueError, match="needs 2 tensors to send and to receive, but got 1 and 2"):
+        dist.group.WORLD.alltoall([torch.zeros(1), torch.zeros(1)], [torch.ones(1)])
+    assert torch.equal(guard, torch.full((1000,), 7.0))
+    for sent, expected in ((3, 2), (1, 2), (2, 0)):  # what rank 0 sends to rank 1, and what rank 1 expects
+        group = dist.new_group()
+        splits = [1, sent] if world.rank == 0 else [1, 1]
+        wanted = [1, 1] if world.rank == 0 else [expected, 1]
+        target = torch.full((1000,), 7.0)
+        with pytest.raises(RuntimeError, match=f"rank 0 sends {sent} elements to rank 1, which expects {expected}"):
+            dist.all_to_all_single(target[: sum(wanted)], torch.ones(sum(splits)), wanted, splits, group=group)
+        assert torch.equal(target, torch.full((1000,), 7.0))
+    lists = [torch.empty(0), torch.empty(0)]
+    dist.all_to_all(lists, [torch.empty(0), torch.empty(0)])  # nothing at all is fine
+
+
+def other_disagreements(world: World) -> None:
+    """In the reduction, the root, complex against real, strides, the shared buffer: an error that names both calls."""
+    sum_or_max = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[world.rank]
+    image = torch.ones(1, 2, 3, 3)
+    strided = image.to(memory_format=torch.channels_last) if world.rank else image
+    real = torch.ones(4) if world.rank else torch.ones(2, dtype=torch.complex64)
+    calls = {
+        "by (SUM|MAX), and rank . all_reduce of 4 float32 elements by (SUM|MAX)": lambda g: dist.all_reduce(
+            torch.ones(4), op=sum_or_max, group=g
+        ),
+        "row-major order|another order of strides": lambda g: dist.all_reduce(strided, group=g),
+        "complex64.*float32|float32.*complex64": lambda g: dist.all_reduce(real, group=g),
+        "with root (0|1)": lambda g: dist.reduce(torch.ones(3), group_dst=world.rank, group=g),
+    }
+    for words, call in calls.items():
+        group = dist.new_group()
+        with pytest.raises(RuntimeError, match=f"ranks disagree: .*({words})"):
+            call(group)
+    group = dist.new_group()
+    dist.broadcast(torch.ones(3), group_src=world.rank, group=group)  # both send, nobody looks ...
+    with pytest.raises(RuntimeError, match=r"ranks disagree.*\(call \d+ of the group\)"):
+        dist.all_reduce(torch.zeros(3), group=group)  # ... and the next one notices, before stale data
+    group = dist.new_group()
+    first, second = (group.shared_empty(64, torch.float32) for _ in range(2))
+    with pytest.raises(RuntimeError, match=r"in shared buffer (0|1), and rank . .* in shared buffer (0|1)"):
+        dist.all_reduce(second if world.rank else first, group=group)
+    group = dist.new_group()
+    if world.rank == 0:
+        dist.send(torch.ones(2, dtype=torch.float64), 1, group=group)
+    else:
+        with pytest.raises(ValueError, match=r"2 torch.float64 elements came with tag 0, but 4 torch.float32"):
+            dist.recv(torch.ones(4), 0, group=group)
+    dist.barrier()
+
+
+def test_all_to_all_writes_only_where_it_may() -> None:
+    on_ranks(all_to_all_mistakes, 2)
+
+
+def test_ranks_that_disagree_in_anything_are_told_so() -> None:
+    on_ranks(other_disagreements, 2)
+
+
+def test_a_clock_that_is_set_back_does_not_delay_anything() -> None:
+    """Waiting goes by a clock that nobody sets: the wall clock may stand a year back."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    semaphore.initialize(memory.data_ptr(), 0)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        peer = semaphore.Peer(1, child.pid)
+        ended = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(semaphore.time, "time", lambda: 1e9)
+            child.kill()
+            with pytest.raises(RuntimeError, match="has ended"):
+                semaphore.wait(memory.data_ptr(), peer, 30.0, beside=True)
+        assert time.monotonic() - ended < 5
+        peer.close()
+    assert semaphore.HAS_CLOCKWAIT or sys.platform != "linux"
 
 
 def test_mistakes_are_refused_with_a_reason() -> None:

@@ -65,7 +65,7 @@ def check_ranges(config: Config) -> None:
         value: Any = getattr(getattr(config, section), name, None)
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not low <= number <= high:  # NaN is in no range
-                raise UserError(f"{key} is {_shortly(value)}, but it must be from {low:,.10g} to {high:,.10g}")
+                raise UserError(f"{key} is {_shortly(value)}, but it must be {_allowed(number, low, high)}")
     for degree in ("replicate", "shard"):
         if getattr(config.parallel, degree) == 0:
             raise UserError(f"parallel.{degree} is 0, but it must be 1 or more, or -1 for the rest of the ranks")
@@ -73,6 +73,13 @@ def check_ranges(config: Config) -> None:
         for name, value in values.items():
             if isinstance(value, str) and "\0" in value:
                 raise UserError(f"{section}.{name} has a NUL character in it, which no name may have")
+
+
+def _allowed(number: float, low: float, high: float) -> str:
+    """The range in words; of a bound that is only there for slips, nothing to whoever is below the other."""
+    if number < low and high >= WIDTH:
+        return f"{low:g} or more"
+    return f"from {low:g} to {high:,.0f}" if high >= 1000 else f"from {low:g} to {high:g}"
 
 
 def _shortly(value: Any) -> str:

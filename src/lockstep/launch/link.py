@@ -239,7 +239,7 @@ def _environment(ranks: int) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": "eth0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         OVER_LINK: "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     }
 
 

@@ -53,7 +53,9 @@ def rank_main(
     try:
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return unless_it_leaves(world.rank, function, world, *args)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it is: a test's failure is no Exception
         # Into its file, for the launcher, who shows the first failure; and not to the screen, where the cause would
         # drown in what the other ranks say about it.
         get_error_handler().record_exception(error)

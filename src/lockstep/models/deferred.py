@@ -11,11 +11,12 @@ operation overwrites is not kept in between, so at any time only what somebody s
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -73,26 +74,48 @@ class Seed:
     seed: int
 
 
-@dataclass
 class Tape(TorchDispatchMode):
-    """Notes operations on the meta device."""
+    """Notes operations on tensors that are on the meta device because of us, not because the model put them there."""
 
-    notes: list[Operation | Seed] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.notes: list[Operation | Seed] = []
+        self.asked_for_meta = False
+        """By the model itself, in the call that is under way."""
+        self._ours: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         noted_args, noted_kwargs, noted_result = tree_map(_noted, (args, kwargs or {}, result))
-        views = [v for v in tree_flatten((noted_args, noted_kwargs, noted_result))[0] if isinstance(v, View)]
-        if views:
+        inputs = {v.name for v in tree_flatten((noted_args, noted_kwargs))[0] if isinstance(v, View)}
+        outputs = {v.name for v in tree_flatten(noted_result)[0] if isinstance(v, View)}
+        ours = inputs <= self._ours if inputs else bool(outputs) and not self.asked_for_meta
+        if ours:
+            self._ours |= outputs
             first: Any = noted_args[0] if noted_args else None
             writes = function.overloadpacket.__name__ in OVERWRITES and isinstance(first, View)
             overwritten = first.name if writes and first.covers_storage else None
-            touched = {view.name for view in views}
+            touched = inputs | outputs
             self.notes.append(Operation(function, noted_args, noted_kwargs, noted_result, touched, overwritten))
         return result
+
+
+class MetaAskedFor(TorchFunctionMode):
+    """Sees calls before `torch.device("meta")` gives them their device: those that have named it themselves are not
+    ours."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = (kwargs or {}).get("device")
+        before, asked = self.tape.asked_for_meta, device is not None and torch.device(device).type == "meta"
+        self.tape.asked_for_meta = asked
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self.tape.asked_for_meta = before
 
 
 def _noted(value: Any) -> Any:
@@ -122,7 +145,8 @@ class Deferred:
     def on_meta(self) -> tuple[nn.Module, Iterator[tuple[str, Tensor]]]:
         """The module on the meta device, and (name, whole tensor) of each of its parameters and buffers, on the CPU."""
         global _recording
-        with torch.device("meta"), Tape() as tape:
+        tape = Tape()
+        with torch.device("meta"), MetaAskedFor(tape), tape:
             _recording = tape
             try:
                 module = self.build()

@@ -126,7 +126,7 @@ class ShmGroup(dist.ProcessGroup):
     def _details(self, tensor: Tensor, op: Any = None, root: int = -1) -> Details:
         """What all ranks must have in common in this call."""
         name = "" if op is None else reduction_name(op)
-        return Details(tensor.dtype, name, root, memory.layout(tensor))
+        return Details(memory.own_dtype(tensor), name, root, memory.layout(tensor))
 
     def _in_buffer(self, details: Details, everyone: list[Tensor] | None) -> Details:
         return details if everyone is None else replace(details, buffer=self._shared.number(everyone, self._rank))

@@ -24,6 +24,12 @@ def flat(tensor: Tensor, any_order: bool = False) -> Tensor:
     return torch.view_as_real(row).view(-1) if row.is_complex() else row
 
 
+def own_dtype(tensor: Tensor) -> torch.dtype:
+    """Complex where torch.distributed has made it a view of pairs of real numbers, as it does before we see it."""
+    base = tensor._base
+    return base.dtype if base is not None and base.is_complex() else tensor.dtype
+
+
 def layout(tensor: Tensor) -> int:
     """In which order the elements lie in memory: 0 for row-major, else a number that stands for sizes and strides."""
     if tensor.is_contiguous():
