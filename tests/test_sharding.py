@@ -351,7 +351,7 @@ def held_bytes(world: World, name: str) -> dict[str, float]:
     if name in ("zero1", "zero2"):
         gradients += [tensor for bucket in module.buckets for tensor in (bucket.own, bucket.buffer)]
     if name == "zero3":
-        gradients += list(module._gradient_buffers.values())
+        gradients += [buffer.memory for both in module._gradient_buffers.values() for buffer in both]
     state = [value for of_one in strategy.engine.local_optimizer.state.values() for value in of_one.values()]
     plain = prepared_model(config, dataset.spec)
     unit = max(sum(p.nbytes for p in block.parameters()) for block in plain.blocks)  # type: ignore[union-attr]
@@ -375,7 +375,8 @@ def check_law(world: World) -> None:
         held = held_bytes(world, name)
         for what, share in zip(("parameters", "gradients", "state"), shares, strict=True):
             share_bytes = share * held["psi"]
-            fits = 0.99 * share_bytes <= held[what] <= share_bytes + held["unit"]
+            buffers = 2 if what == "gradients" and name in ("zero2", "zero3") else 1  # in turn: one is in flight
+            fits = 0.99 * share_bytes <= held[what] <= share_bytes + buffers * held["unit"]
             assert fits, f"{name}, {n} ranks: {what} {held[what]:,.0f} bytes, by theory {share_bytes:,.0f}"
 
 

@@ -137,7 +137,7 @@ class Ledger:
 
     def open(self) -> None:
         """Begin a new step."""
-        self.carried = [e for e in self.entries if e.awaited_later and e.wait_ended is None]
+        self.carried = [e for e in self.entries if e.awaited_later]
         self.entries = []
         self.started = mark(self.device)
 
@@ -162,12 +162,9 @@ class Ledger:
         return self._union(waits, within)
 
     def _timed(self, *purposes: str) -> list[Entry]:
-        """What was in flight in this step and is over, or will be before it ends."""
-        return [e for e in [*self.carried, *self.entries] if e.purpose in purposes and not self._is_left(e)]
-
-    def _is_left(self, entry: Entry) -> bool:
-        """For the next step to wait for."""
-        return entry.awaited_later and entry.wait_ended is None
+        """Whose time counts here: what was left in flight for this step to wait for, and not what it leaves."""
+        own = [e for e in self.entries if not e.awaited_later]
+        return [e for e in [*self.carried, *own] if e.purpose in purposes]
 
     def busy_seconds(self) -> float | None:
         """Time in which some communication was in flight. None: the ends of some are not seen.

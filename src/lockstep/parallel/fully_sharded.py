@@ -31,6 +31,7 @@ when which of them does what.
 """
 
 import weakref
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -51,6 +52,15 @@ class Pass(Enum):
 
     FORWARD = "forward, or nothing"
     BACKWARD = "backward: a forward of a block is now a recomputation"
+
+
+@dataclass(eq=False)
+class GradientBuffer:
+    """Memory in which whole gradients are reduced."""
+
+    memory: Tensor
+    user: ShardUnit | None = None
+    """Whose gradients were laid into it last."""
 
 
 class FullyShardedDataParallel(ShardedModule):
@@ -96,21 +106,28 @@ class FullyShardedDataParallel(ShardedModule):
         self._order_before: list[Block] = []
         self._cursor = -1  # in the order, whose backward is next: from the last to the first
         self._gradient_buffers = self._make_buffers()
-        self._in_buffer: dict[torch.dtype, ShardUnit] = {}
         for block in self.blocks:
             if not block.is_root:
                 self._watch(block)
 
-    def _make_buffers(self) -> dict[torch.dtype, Tensor]:
-        """One buffer of whole gradients per dtype, which all units use in turn.
-
-        One is enough: while it is in flight, autograd produces the next unit's in memory of their own.
+    def _make_buffers(self) -> dict[torch.dtype, list["GradientBuffer"]]:
+        """Two buffers of whole gradients per dtype, which all units use in turn: while one is in flight, the next
+        unit's gradients are laid into the other. One is large enough for any unit, the other for any block.
         """
-        lengths: dict[torch.dtype, int] = {}
+        inside = {unit for block in self.blocks if not block.is_root for unit in block.units}
+        lengths: dict[torch.dtype, list[int]] = {}
         for unit in self.trained_units():
-            lengths[unit.reduce_dtype] = max(lengths.get(unit.reduce_dtype, 0), unit.layout.length)
-        device = self.placement.device
-        return {dtype: new_buffer(length, dtype, device, self.group) for dtype, length in lengths.items()}
+            largest = lengths.setdefault(unit.reduce_dtype, [0, 0])
+            largest[0] = max(largest[0], unit.layout.length)
+            largest[1] = max(largest[1], unit.layout.length if unit in inside else 0)
+        return {
+            dtype: [
+                GradientBuffer(new_buffer(length, dtype, self.placement.device, self.group))
+                for length in both
+                if length
+            ]
+            for dtype, both in lengths.items()
+        }
 
     # ---- forward ---------------------------------------------------------------------------------------------
 
@@ -234,10 +251,14 @@ class FullyShardedDataParallel(ShardedModule):
             self._cursor -= 1
 
     def _reduce(self, unit: ShardUnit) -> None:
-        if unit.reduce_dtype in self._in_buffer:
-            self._in_buffer[unit.reduce_dtype].finish_reduce()  # its gradients still lie there
-        self._in_buffer[unit.reduce_dtype] = unit
-        unit.issue_reduce(self._gradient_buffers[unit.reduce_dtype])
+        buffers = self._gradient_buffers[unit.reduce_dtype]
+        buffer = next(b for b in buffers if len(b.memory) >= unit.layout.length)  # the one used least recently
+        if buffer.user is not None:
+            buffer.user.finish_reduce()  # its gradients still lie there
+        buffer.user = unit
+        buffers.remove(buffer)
+        buffers.append(buffer)
+        unit.issue_reduce(buffer.memory)
 
     # ---- when backward is over -------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ Every rank holds the whole model, and `ShardedOptimizer` says which part of each
 That is an all-reduce cut in two, with the optimizer in between: the same bytes as plain data parallelism.
 
     stage 1   every bucket has its own buffer: gradients are held whole, as in plain data parallelism
-    stage 2   one buffer serves all buckets in turn, and each rank keeps its own part only: gradients are never whole.
-              While a bucket is in flight, autograd produces the next one's gradients in memory of their own
+    stage 2   two buffers serve all buckets in turn, and each rank keeps its own part only: gradients are never whole.
+              While a bucket is in flight, the next one is laid into the other buffer
 """
 
 import weakref
@@ -138,10 +138,13 @@ class ShardedDataParallel(GradientWrapper):
     def _make_buckets(self, buckets: list[ParameterBucket]) -> list[GradientBucket]:
         if self.stage == 1:
             return [GradientBucket(b, self._new_buffer([b]), whole=True) for b in buckets]
-        kinds = dict.fromkeys((b.flat.dtype, b.flat.device) for b in buckets)
-        alike = {kind: [b for b in buckets if (b.flat.dtype, b.flat.device) == kind] for kind in kinds}
-        shared = {kind: self._new_buffer(members) for kind, members in alike.items()}
-        return [GradientBucket(b, shared[b.flat.dtype, b.flat.device], whole=False) for b in buckets]
+        found: dict[ParameterBucket, GradientBucket] = {}
+        for kind in dict.fromkeys((b.flat.dtype, b.flat.device) for b in buckets):
+            alike = [b for b in buckets if (b.flat.dtype, b.flat.device) == kind]
+            for turn in (alike[::2], alike[1::2]):
+                buffer = self._new_buffer(turn) if turn else None
+                found |= {b: GradientBucket(b, buffer, whole=False) for b in turn if buffer is not None}
+        return [found[b] for b in buckets]
 
     def _new_buffer(self, buckets: list[ParameterBucket]) -> Tensor:
         like = buckets[0].flat
@@ -155,12 +158,14 @@ class ShardedDataParallel(GradientWrapper):
         """
         blocks = [block for _, block in blocks_of(self.module)]
         inside = {parameter for block in blocks for parameter in block.parameters()}
+        order = self._wait_in_forward_of(self.module, (p for p in self.module.parameters() if p not in inside))
         for block in blocks:
-            self._wait_in_forward_of(block, block.parameters())
-        self._wait_in_forward_of(self.module, (p for p in self.module.parameters() if p not in inside))
+            order += self._wait_in_forward_of(block, block.parameters())
+        self.optimizer.gather_order = list(dict.fromkeys([*order, *self.optimizer.buckets[::-1]]))
         self.module.register_state_dict_pre_hook(lambda *_: self.optimizer.wait_for_parameters())
 
-    def _wait_in_forward_of(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    def _wait_in_forward_of(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[ParameterBucket]:
+        """Returns what it waits for."""
         wanted = set(parameters)
         buckets = [b for b in reversed(self.optimizer.buckets) if not wanted.isdisjoint(b.parameters)]
 
@@ -170,6 +175,7 @@ class ShardedDataParallel(GradientWrapper):
 
         if buckets:
             module.register_forward_pre_hook(before_forward, prepend=True)
+        return buckets
 
     # ---- backward --------------------------------------------------------------------------------------------
 
@@ -203,8 +209,10 @@ class ShardedDataParallel(GradientWrapper):
             for bucket in self.buckets:
                 bucket.forget()
         if self.stage == 2:
+            memory = self.buckets[self._issued].buffer.data_ptr()
             for earlier in self.buckets[: self._issued]:
-                earlier.wait()  # its gradients lie in the same buffer
+                if earlier.buffer.data_ptr() == memory:
+                    earlier.wait()  # its gradients lie in the same buffer
         with about(f"bucket {self._issued}"):
             self.buckets[self._issued].issue()
         self._issued += 1

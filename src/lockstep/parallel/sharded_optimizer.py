@@ -112,6 +112,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.times_zeroed = 0
         self.overlap_gather = False
         """`step()` returns with all-gathers in flight: whoever sets this calls `wait_for_parameters` in time."""
+        self.gather_order: list[ParameterBucket] = []
+        """In which forward needs them, where somebody knows; else from the last, which has the first layers."""
         self.group, self._cap = group_of(process_group, "shard"), bucket_mb * MIB
         self._inner: torch.optim.Optimizer | None = None
         self._frozen: list[nn.Parameter] = []
@@ -168,8 +170,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.grad = None
         for bucket in self.buckets:
             bucket.put_back()
-        for number, bucket in reversed(list(enumerate(self.buckets))):  # the first layers are in the last bucket
-            with about(f"bucket {number}"), awaited_later(self.overlap_gather):
+        for bucket in self.gather_order or self.buckets[::-1]:
+            with about(f"bucket {self.buckets.index(bucket)}"), awaited_later(self.overlap_gather):
                 bucket.issue_gather()
         if not self.overlap_gather:
             self.wait_for_parameters()
