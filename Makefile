@@ -1,14 +1,18 @@
-# Two commands do all the set-up: `make demo` and `make test`.
+# Two commands do all the set-up: `make demo` and `make test`; `make test-slow` has the matrices.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-slow lint format clean
 demo: $(INSTALLED)
 	$(BIN)/lockstep demo
 
 test: lint
 	$(BIN)/pytest -q
+
+# Matrices, and what takes minutes: all layouts to all layouts, verify at 2, 4 and 8 ranks, presets, long runs.
+test-slow: $(INSTALLED)
+	$(BIN)/pytest -q --override-ini addopts= tests/slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

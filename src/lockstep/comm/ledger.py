@@ -137,7 +137,7 @@ class Ledger:
 
     def open(self) -> None:
         """Begin a new step."""
-        self.carried = [e for e in self.entries if e.awaited_later]
+        self.carried = [e for e in self.entries if e.awaited_later and e.wait_ended is None]
         self.entries = []
         self.started = mark(self.device)
 

@@ -210,7 +210,11 @@ def _perform(note: Operation, memory: dict[int, Tensor]) -> None:
     result = note.function(*args, **kwargs)
     for noted, real in zip(tree_flatten(note.result)[0], tree_flatten(result)[0], strict=True):
         if isinstance(noted, View) and noted.name not in memory:
-            memory[noted.name] = torch.empty(0, dtype=torch.uint8).set_(real.untyped_storage())
+            if real.stride() == noted.stride:
+                memory[noted.name] = torch.empty(0, dtype=torch.uint8).set_(real.untyped_storage())
+            else:  # LAPACK gives its results column by column, which the meta device does not know
+                memory[noted.name] = torch.empty(noted.storage.nbytes(), dtype=torch.uint8)
+                noted.real(memory).copy_(real)
 
 
 def _real(value: Any, memory: dict[int, Tensor]) -> Any:

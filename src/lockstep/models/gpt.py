@@ -60,16 +60,15 @@ def ends_branch(linear: nn.Linear, shape: Shape) -> nn.Linear:
     return linear
 
 
-@dataclass(frozen=True)
 class Rotation:
     """RoPE's table: cosine and sine of position x frequency, each (tokens, head_size / 2), in fp32 or better.
 
-    Not a tensor, so that engines that cast a block's inputs to bf16 (zero3, fsdp) leave it as it is: in bf16
-    neighbouring positions beyond some hundreds would have the same angle.
+    Not a tensor, nor a nest of them, so that engines that cast a block's inputs to bf16 (zero3, fsdp) leave it as it
+    is: in bf16 neighbouring positions beyond some hundreds would have the same angle.
     """
 
-    cosine: Tensor
-    sine: Tensor
+    def __init__(self, cosine: Tensor, sine: Tensor) -> None:
+        self.cosine, self.sine = cosine, sine
 
     @classmethod
     def of(cls, positions: Tensor, head_size: int, dtype: torch.dtype) -> "Rotation":

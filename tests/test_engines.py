@@ -1,0 +1,169 @@
+"""What engines promise beyond equality: no rank holds the whole model, groups are of the backend asked for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.bench.parts import part_of
+from lockstep.config import GPT, MLP, Config, Data, Parallel, Train
+from lockstep.data import DataSpec, read_share
+from lockstep.layout.world import World
+from lockstep.measure.memory import measure_memory
+from lockstep.models import build_model
+from lockstep.models.deferred import Deferred, seeded
+from lockstep.models.gpt import Rotation
+from lockstep.strategies import strategy_named
+from lockstep.training.prepare import load_data, prepare_strategy
+from tests.ranks import on_ranks
+
+CONFIG = Config(
+    model=GPT(d_model=128, layers=8, heads=4, context=16, vocabulary=64),
+    data=Data(name="synthetic", samples=16),
+    train=Train(batch_size=8, optimizer="adamw", lr=1e-3),
+)
+
+
+# ---- a model larger than a rank's memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_deferred_model_has_the_very_weights_of_one_that_is_built_at_once(tied: bool) -> None:
+    config = replace(CONFIG, model=GPT(d_model=24, layers=2, heads=2, context=8, tied=tied, norm="rmsnorm"))
+    spec = DataSpec("tokens", (8,), 19)
+    whole = build_model(config.model, spec, seed=5)
+    before = torch.get_rng_state()
+    module, tensors = Deferred(lambda: build_model(config.model, spec, seed=5)).on_meta()
+    assert all(p.device.type == "meta" for p in module.parameters())
+    found = {}
+    for name, tensor in tensors:
+        torch.randn(3)  # whoever takes a tensor may draw numbers of its own
+        found[name] = tensor.clone()
+    torch.set_rng_state(before)
+    assert found.keys() == dict(whole.named_parameters()).keys()
+    assert all(torch.equal(found[name], p) for name, p in whole.named_parameters())
+
+
+def test_a_deferred_model_may_do_more_than_fill_its_weights() -> None:
+    """Buffers, views, tensors computed from others, orthogonal starts, and parts that it puts on the meta device
+    itself."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            nn.init.orthogonal_(self.linear.weight)
+            self.table = nn.Embedding(5, 6, padding_idx=2)
+            self.register_buffer("ramp", torch.arange(4.0).outer(torch.ones(3)) + 1)
+            self.scaled = nn.Parameter(self.linear.weight.detach().t().clone() * 2)
+            nn.Linear(100, 100, device="meta")  # draws no numbers: it has no memory
+
+    def build() -> nn.Module:
+        with seeded(3):
+            return Odd()
+
+    whole = build()
+    _, tensors = Deferred(build).on_meta()
+    found = {name: tensor.clone() for name, tensor in tensors}
+    assert all(torch.equal(found[name], t) for name, t in [*whole.named_parameters(), *whole.named_buffers()])
+
+
+def peak_share(world: World, name: str) -> float:
+    """The most that a rank holds while a model is made ready, as a share of the whole model."""
+    config = replace(CONFIG, parallel=strategy_named(name))
+    dataset = load_data(world, config)
+    with measure_memory(world.device) as watch:
+        strategy = prepare_strategy(world, config, dataset)
+    return watch.memory.peak_mib * 2**20 / (4 * strategy.parameters)
+
+
+def peak_shares(world: World) -> dict[str, float]:
+    return {name: peak_share(world, name) for name in ("bucketed", "zero3", "fsdp")}
+
+
+def test_no_rank_holds_the_whole_model() -> None:
+    for shares in on_ranks(peak_shares, 4):
+        assert shares["bucketed"] > 1
+        assert shares["zero3"] < 0.7, shares  # a quarter, two gradient buffers of a block, and a block that is filled
+        assert shares["fsdp"] < 0.7, shares
+
+
+# ---- backends ------------------------------------------------------------------------------------------------------
+
+
+def backends(world: World) -> dict[str, set[str]]:
+    """Of all groups that a strategy communicates over, on a part of the ranks that has another backend."""
+    part = part_of(world, None, "gloo")
+    assert part is not None
+    found = {}
+    for name in ("bucketed", "zero3", "fsdp", "fsdp+HYBRID_SHARD", "fsdp+NO_SHARD"):
+        config = replace(CONFIG, parallel=strategy_named(name), model=GPT(d_model=8, layers=1, heads=2, context=8))
+        dataset = load_data(world, config)
+        strategy = prepare_strategy(part, config, dataset)
+        strategy.step(read_share(dataset.train, torch.arange(8), strategy.batch_share()))
+        layout = strategy.layout
+        groups = [
+            layout.batch,
+            layout.loss,
+            layout.gradient,
+            layout.norm,
+            layout.group("replicate"),
+            layout.group("shard"),
+        ]
+        meshes = {p.device_mesh for p in strategy.model.parameters() if hasattr(p, "device_mesh")}
+        native = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        found[name] = {g.backend for g in groups if g.size > 1} | {dist.get_backend(g) for g in native}
+        axes = {entry.axis for entry in strategy.ledger.entries}
+        assert axes <= {"replicate", "shard", "replicate x shard"}, (name, axes)
+        assert axes, name
+    return found
+
+
+def test_what_runs_is_what_was_asked_for() -> None:
+    for found in on_ranks(backends, 4):
+        assert found == {name: {"gloo"} for name in found}
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+def rotations(world: World) -> set[torch.dtype]:
+    """In which RoPE's tables reach the attention under bf16."""
+    seen: set[torch.dtype] = set()
+    rotate = Rotation.rotate
+
+    def noted(self: Rotation, x: torch.Tensor) -> torch.Tensor:
+        seen.add(self.cosine.dtype)
+        turned = rotate(self, x)
+        assert turned.dtype == x.dtype
+        return turned
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rotation, "rotate", noted)
+        for name in ("bucketed", "zero3", "fsdp"):
+            model = GPT(d_model=8, layers=2, heads=2, context=8, position="rope", norm="rmsnorm")
+            config = replace(CONFIG, model=model, parallel=strategy_named(name))
+            config = replace(config, train=replace(config.train, precision="bf16"))
+            dataset = load_data(world, config)
+            strategy = prepare_strategy(world, config, dataset)
+            strategy.step(read_share(dataset.train, torch.arange(8), strategy.batch_share()))
+    return seen
+
+
+def test_ropes_tables_stay_in_fp32() -> None:
+    assert on_ranks(rotations, 2) == [{torch.float32}] * 2
+
+
+# ---- steps that are not taken --------------------------------------------------------------------------------------
+
+
+def test_a_rate_that_diverges_is_no_matter_for_a_benchmark() -> None:
+    """Its steps are taken with a rate of 0, which costs the same."""
+    from lockstep.bench.train import Case, bench_cases
+
+    train = Train(batch_size=16, lr=1e6)
+    config = Config(MLP(layers=8, width=64), Data("synthetic", kind="regression", samples=64), train, Parallel())
+    (timing,) = bench_cases(World(), [Case("single", "single", config)], steps=8, warmup=1)
+    assert timing.skipped == 0
