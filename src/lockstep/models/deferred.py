@@ -84,6 +84,9 @@ class Tape(TorchDispatchMode):
         """By the model itself, in the call that is under way."""
         self._ours: set[int] = set()
 
+    def is_ours(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._ours
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         noted_args, noted_kwargs, noted_result = tree_map(_noted, (args, kwargs or {}, result))
@@ -109,6 +112,8 @@ class MetaAskedFor(TorchFunctionMode):
         self.tape = tape
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == torch.Tensor.is_meta.__get__ and self.tape.is_ours(args[0]):  # type: ignore[attr-defined]
+            return False  # PyTorch's initializers leave out what they would do
         device = (kwargs or {}).get("device")
         before, asked = self.tape.asked_for_meta, device is not None and torch.device(device).type == "meta"
         self.tape.asked_for_meta = asked
