@@ -108,7 +108,7 @@ def test_steps_that_meet_now_and_then_count_by_the_cycle() -> None:
 
 
 def test_a_count_that_nobody_waits_for_hides_nothing() -> None:
-    """16 bytes, on their way for long beside the computation: the gradients are all the communication there is."""
+    """16 bytes, in flight for long beside the computation: the gradients are all the communication there is."""
     ledger = Ledger(started=0.0)
     ledger.entries = [
         Entry("all_reduce", "count", "shard", 2, 16, issued=0.0, wait_started=5.0, wait_ended=5.5, ended=4.0),

@@ -72,17 +72,17 @@ def session(world: World, loads: list[tuple[str, str, str]], saves: list[str], b
 
 @pytest.mark.timeout(300)
 def test_every_layout_loads_every_other(tmp_path: Path) -> None:
-    """1, 2 and 3 ranks; every strategy as the one that saves and as the one that loads."""
+    """1, 2 and 3 ranks; the slow tier has every strategy with every other."""
     engines = ["deepspeed"] if "deepspeed" in available_strategies() else []
-    two = ["bucketed", "zero1", "zero3", "fsdp", "zero1_torch", *engines]
-    three = ["zero2", "zero3", "ddp", "fsdp"]
+    two = ["bucketed", "zero1", "zero3", *engines]
+    three = ["zero3", "fsdp"]
     among_two = [("2", a, b) for a, b in pairwise([*two, two[0]])]
     among_three = [("3", a, b) for a, b in pairwise([*three, three[0]])]
     sessions: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
         (1, [], ["single"]),
-        (3, [("1", "single", "zero3"), ("1", "single", "fsdp"), *among_three], three),
+        (3, [("1", "single", "zero3"), *among_three], three),
         (2, [("3", "zero3", "zero3"), ("3", "fsdp", "zero1"), ("1", "single", "zero2"), *among_two], two),
-        (1, [("3", "zero2", "single"), ("2", "zero3", "single"), ("2", "fsdp", "single")], []),
+        (1, [("3", "fsdp", "single"), ("2", "zero3", "single")], []),
     ]
     saved: dict[tuple[str, str], Any] = {}
     for ranks, loads, saves in sessions:

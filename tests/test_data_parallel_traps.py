@@ -136,7 +136,7 @@ def run_no_sync(model: nn.Module, rank: int) -> None:
 
 
 def run_synced_then_not(model: nn.Module, rank: int) -> None:
-    """A backward inside no_sync while the previous one's gradients may still be on their way."""
+    """A backward inside no_sync while the previous one's gradients may still be in flight."""
     for i in (0, 1, 2):
         with model.no_sync() if i == 1 and hasattr(model, "no_sync") else nullcontext():
             model(data(rank + 10 * i, 3, 4)).square().sum().backward()

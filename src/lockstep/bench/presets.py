@@ -255,7 +255,7 @@ def training_bytes(config: Config, nproc: int) -> float:
         parameters = parameter_count(build_model(model, spec))
     shape = gpt_shape(model, spec)
     itemsize = 8 if train.precision == "fp64" else 4
-    copies = 3 + (2 if train.optimizer != "sgd" else 1)  # weights, gradients, gradients on their way, the optimizer's
+    copies = 3 + (2 if train.optimizer != "sgd" else 1)  # weights, gradients, gradients in flight, the optimizer's
     tokens = -(-train.batch_size // nproc) * model.context
     activations = 18 * shape.layers * shape.d_model + 3 * shape.vocabulary  # elements per token
     return itemsize * (copies * parameters + tokens * activations)

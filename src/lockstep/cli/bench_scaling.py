@@ -117,13 +117,8 @@ def check_sizes(config: Config, sizes: tuple[int, ...]) -> None:
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started and sizes[-1] > started:
         raise UserError(f"--world-size goes up to {sizes[-1]}, and {started} ranks have been started")
-    parallel = config.parallel
-    on_all_ranks = parallel.data == "deepspeed" or (
-        parallel.data == "fsdp" and parallel.sharding in ("HYBRID_SHARD", "NO_SHARD")
-    )
-    if on_all_ranks and len(sizes) > 1:
-        what = parallel.data if parallel.data == "deepspeed" else f"fsdp with {parallel.sharding}"
-        raise UserError(f"{what} always takes all ranks: give one --world-size at a time")
+    if config.parallel.data == "deepspeed" and len(sizes) > 1:
+        raise UserError("deepspeed always takes all ranks: give one --world-size at a time")
 
 
 def print_scaling(found: list[Point], first: Timing, lines: list[str]) -> None:

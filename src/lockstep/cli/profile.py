@@ -23,7 +23,7 @@ class ProfileArguments(RunArguments):
     """Take some steps under torch.profiler, all ranks on one time base, and say what the run is bound by.
 
     Writes to --run-dir: trace.json.gz, for chrome://tracing or ui.perfetto.dev, with a row for each rank's operations,
-    one for its collectives on their way and one for its waits; and profile.json, for `lockstep report`.
+    one for its collectives in flight and one for its waits; and profile.json, for `lockstep report`.
 
     For example:
 
@@ -80,7 +80,7 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
     if first.comm_ms:
         hidden = max(0.0, 1 - first.exposed_ms / first.comm_ms)
         lines.append(
-            f"communication: {first.comm_ms:.1f} ms of a step on its way, {first.exposed_ms:.1f} ms waited for, so "
+            f"communication: {first.comm_ms:.1f} ms of a step in flight, {first.exposed_ms:.1f} ms waited for, so "
             f"{hidden:.0%} hidden behind computation"
         )
     operations = ", ".join(f"{name} {share:.0%}" for name, share in first.top[:5])

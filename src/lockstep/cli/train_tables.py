@@ -174,7 +174,7 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
             f"does not count; give a larger --train.batch-size."
         )
     if any(t.ranks > 1 for t in timings):
-        lines.append("exposed: the step stood waiting for it. total: some of it was on its way. hidden: the rest.")
+        lines.append("exposed: the step stood waiting for it. total: some of it was in flight. hidden: the rest.")
     for t in timings:
         if t.skipped:
             lines.append(f"{t.label}: {t.skipped} of {len(t.step_s)} steps not taken: loss or gradients not finite")

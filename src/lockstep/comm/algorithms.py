@@ -18,7 +18,7 @@ from lockstep.comm.reduction import Combine
 from lockstep.comm.wire import Wire
 
 PIECE_BYTES = 1024 * 1024
-"""Long messages go in pieces, so that one piece is added while the next is on its way."""
+"""Long messages go in pieces, so that one piece is added while the next is in flight."""
 
 
 # ---- all-reduce -------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def hierarchical(wire: Wire, flat: Tensor, combine: Combine) -> None:
 def ring_reduce_scatter(wire: Wire, chunks: Sequence[Tensor], combine: Combine) -> Tensor:
     """Afterwards `chunks[rank]`, which is returned, is everybody's total; the other chunks are half-done sums.
 
-    (n-1)a + (n-1)/n S b + (n-1)/n S c. While one piece of a chunk is added, the next is on its way.
+    (n-1)a + (n-1)/n S b + (n-1)/n S c. While one piece of a chunk is added, the next is in flight.
     """
     rank, size = wire.rank, wire.size
     right, left = (rank + 1) % size, (rank - 1) % size

@@ -41,7 +41,7 @@ class LaneWork(dist.Work):
             if not isinstance(error, Exception):  # Ctrl-C while the caller did the work
                 raise
             failure = error
-        self._run = _nothing  # lets go of what it worked on
+        self._run = _nothing  # releases what it worked on
         finished = finished or self
         finished.finish(failure)
         return finished

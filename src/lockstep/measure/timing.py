@@ -45,7 +45,7 @@ class Timing:
     exposed_s: list[float] = field(default_factory=list)
     """Waited for communication; mean over the ranks."""
     comm_s: list[float] = field(default_factory=list)
-    """Some communication was on its way; mean over the ranks. Empty where ends cannot be seen."""
+    """Some communication was in flight; mean over the ranks. Empty where ends cannot be seen."""
     imbalance_s: list[float] = field(default_factory=list)
     """By how much the slowest rank computed longer than the mean."""
     traffic: list[Traffic] = field(default_factory=list)
@@ -195,16 +195,6 @@ def once_per_cycle(values: list[float], cycle: int) -> list[float]:
     return over_cycles(values, cycle)[: cycle * max(1, len(values) // cycle) : cycle]
 
 
-COLUMNS = (
-    *("label", "strategy", "ranks", "parameters", "batch_size"),
-    *("step_ms", "p10_ms", "p90_ms", "low95_ms", "high95_ms", "ratio", "ratio_low95", "ratio_high95"),
-    *("samples_per_s", "tokens_per_s", "tflop_per_s", "mfu", "peak_tflop_per_s", "speedup"),
-    *("compute_ms", "exposed_ms", "exposed_fraction", "comm_ms", "hidden_fraction", "imbalance_ms"),
-    *("collectives", "theory_collectives", "wire_mb", "theory_mb"),
-    *("peak_mib", "parameters_mib", "gradients_mib", "optimizer_mib", "activations_mib", "other_mib"),
-)
-
-
 def same_work(a: Timing, b: Timing) -> bool:
     """The same model and the same global batch: their times can be compared."""
     return (a.parameters, a.batch_size, a.flops_per_step) == (b.parameters, b.batch_size, b.flops_per_step)
@@ -230,16 +220,41 @@ def as_row(timing: Timing, first: Timing, single: Timing | None) -> dict[str, An
     sure, memory = timing.confidence_ms, timing.memory
     ratio = timing.ratio_to(first) if same_work(timing, first) else Estimate(nan)
     low, high = timing.spread_ms
-    values = [
-        *(timing.label, timing.strategy, timing.ranks, timing.parameters, timing.batch_size),
-        *(sure.value, low, high, sure.low, sure.high, ratio.value, ratio.low, ratio.high),
-        *(timing.samples_per_s, timing.tokens_per_s if timing.tokens_per_sample else None),
-        *(timing.flops_per_s / 1e12, timing.mfu, timing.peak_flops / 1e12),
-        single.median_ms / timing.median_ms if single is not None else nan,
-        *(timing.compute_ms, timing.exposed_ms, timing.exposed_share),
-        *(timing.comm_ms, timing.hidden_share, timing.imbalance_ms),
-        *(timing.collectives, timing.theory.collectives if timing.theory else None, timing.wire_mb, timing.theory_mb),
-        *(memory.peak_mib, memory.parameters_mib, memory.gradients_mib, memory.optimizer_mib),
-        *(memory.activations_mib, memory.other_mib),
-    ]
-    return {**dict(zip(COLUMNS, values, strict=True)), **timing.details}
+    return {
+        "label": timing.label,
+        "strategy": timing.strategy,
+        "ranks": timing.ranks,
+        "parameters": timing.parameters,
+        "batch_size": timing.batch_size,
+        "step_ms": sure.value,
+        "p10_ms": low,
+        "p90_ms": high,
+        "low95_ms": sure.low,
+        "high95_ms": sure.high,
+        "ratio": ratio.value,
+        "ratio_low95": ratio.low,
+        "ratio_high95": ratio.high,
+        "samples_per_s": timing.samples_per_s,
+        "tokens_per_s": timing.tokens_per_s if timing.tokens_per_sample else None,
+        "tflop_per_s": timing.flops_per_s / 1e12,
+        "mfu": timing.mfu,
+        "peak_tflop_per_s": timing.peak_flops / 1e12,
+        "speedup": single.median_ms / timing.median_ms if single is not None else nan,
+        "compute_ms": timing.compute_ms,
+        "exposed_ms": timing.exposed_ms,
+        "exposed_fraction": timing.exposed_share,
+        "comm_ms": timing.comm_ms,
+        "hidden_fraction": timing.hidden_share,
+        "imbalance_ms": timing.imbalance_ms,
+        "collectives": timing.collectives,
+        "theory_collectives": timing.theory.collectives if timing.theory else None,
+        "wire_mb": timing.wire_mb,
+        "theory_mb": timing.theory_mb,
+        "peak_mib": memory.peak_mib,
+        "parameters_mib": memory.parameters_mib,
+        "gradients_mib": memory.gradients_mib,
+        "optimizer_mib": memory.optimizer_mib,
+        "activations_mib": memory.activations_mib,
+        "other_mib": memory.other_mib,
+        **timing.details,
+    }

@@ -41,7 +41,7 @@ class Diagnosis:
     exposed_ms: float = 0.0
     """Per step, waited for communication."""
     comm_ms: float | None = None
-    """Per step, some communication was on its way. None: its ends are not seen."""
+    """Per step, some communication was in flight. None: its ends are not seen."""
     top: list[tuple[str, float]] = field(default_factory=list)
     """The operations that took longest by themselves: (name, share)."""
     device: str = "cpu"

@@ -45,7 +45,7 @@ def clock_offset_us(rounds: int = 21) -> float:
 
 
 def collective_events(timeline: dict[str, Any], start_us: float) -> list[Event]:
-    """The ledger's collectives of one step as two more rows: on their way, and waited for."""
+    """The ledger's collectives of one step as two more rows: in flight, and waited for."""
     events: list[Event] = []
     for entry in timeline["collectives"]:
         subject = f" of {entry['subject']}" if entry["subject"] else ""
@@ -73,7 +73,7 @@ def merged(traces: Iterable[RankTrace]) -> dict[str, Any]:
     for trace in traces:
         events.append(_metadata("process_name", trace.rank, 0, {"name": f"rank {trace.rank}"}))
         events.append(_metadata("process_sort_index", trace.rank, 0, {"sort_index": trace.rank}))
-        for number, name in ((COMMUNICATION, "communication (on its way)"), (WAITING, "waiting for communication")):
+        for number, name in ((COMMUNICATION, "communication (in flight)"), (WAITING, "waiting for communication")):
             events.append(_metadata("thread_name", trace.rank, number, {"name": name}))
         for event in trace.events:
             where = f"{event['pid']} " if event.get("cat", "").startswith(("kernel", "gpu")) else ""

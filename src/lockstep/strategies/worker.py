@@ -34,7 +34,7 @@ from lockstep.strategies.step import Phases, StepResult, Totals
 
 @dataclass
 class Step:
-    """What a step has come to while it is executed."""
+    """What a step has reached while it is executed."""
 
     micro_batches: list[Batch]
     totals: Totals

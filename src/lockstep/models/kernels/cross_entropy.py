@@ -48,7 +48,7 @@ def _forward(logits, targets, losses, log_sums, correct, width, ignored, THREADS
     totals = tl.zeros((THREADS,), tl.float32)
     piece = 8 * THREADS
     whole = width // piece * piece
-    for start in tl.range(0, whole, piece, loop_unroll_factor=2):  # two loads on their way
+    for start in tl.range(0, whole, piece, loop_unroll_factor=2):  # two loads in flight
         x = tl.load(logits + start + column).to(tl.float32)
         largest, totals = _fold(x * LOG2_E, largest, totals)
     if whole < width:

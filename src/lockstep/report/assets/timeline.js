@@ -1,5 +1,5 @@
 "use strict";
-// One step, rank by rank: phases, collectives on their way, and the waits for them. Wheel zooms, dragging moves.
+// One step, rank by rank: phases, collectives in flight, and the waits for them. Wheel zooms, dragging moves.
 
 const PURPOSES = ["gradients", "parameters", "buffers", "flags", "other"];
 const PHASES = ["forward", "backward", "optimizer"];
@@ -82,7 +82,7 @@ function drawTimeline(figure, chart) {
   }
 
   function pack(items) {
-    // Collectives that are on their way at once go below each other.
+    // Collectives that are in flight at once go below each other.
     const ends = [];
     const placed = [...items].sort((a, b) => a.issued - b.issued).map((item) => {
       let line = ends.findIndex((end) => end <= item.issued);
