@@ -246,3 +246,49 @@ def test_a_sharded_state_dict_is_refused_and_the_whole_one_loads(found: list[dic
 def test_alone_a_state_dict_is_whole() -> None:
     model = make_model()
     assert FullyShardedDataParallel(copy.deepcopy(model)).state_dict().keys() == model.state_dict().keys()
+
+
+class Stashes(nn.Module):
+    """Its first block's output can be asked for: an auxiliary loss depends on no output of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if index == 1:
+                self.stash = x
+        return x
+
+
+def odd_losses(world: World) -> dict[str, float]:
+    """Of zero3: a loss on a tensor from inside; and a rank that has no loss at all, and says so by a call."""
+    torch.manual_seed(0)
+    plain = Stashes()
+    x = torch.full((2, 6), 0.5 + world.rank, dtype=torch.float64)
+    found = {}
+    for how in ("inside", "no loss on rank 1"):
+        model, alone = FullyShardedDataParallel(copy.deepcopy(plain)), copy.deepcopy(plain)
+        for m in (model, alone):
+            output = m(x)
+            if how == "inside":
+                (m.module if m is model else m).stash.square().sum().backward()  # type: ignore[union-attr]
+            elif world.rank == 0:
+                output.square().sum().backward()
+            elif m is model:
+                model.finish_gradient_synchronization()
+        got = model.full_gradients()
+        worst = 0.0
+        for name, parameter in alone.named_parameters():
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(mean := mine / world.size)
+            worst = max(worst, float((got.get(name, torch.zeros_like(mean)) - mean).abs().max()))
+        found[how] = worst
+    return found
+
+
+def test_zero3_with_odd_losses() -> None:
+    for found in on_ranks(odd_losses, 3):
+        assert all(difference < 1e-12 for difference in found.values()), found

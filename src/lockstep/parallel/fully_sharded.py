@@ -3,13 +3,14 @@
 The model is cut into units (by default its blocks). A rank holds one n-th of every unit, and a whole unit only while it
 computes. How the communication goes, per step, with three units:
 
-    forward                | compute 0       | compute 1       | compute 2
-              all-gather 0 | all-gather 1    | all-gather 2    |
-                                             | reshard 0       | reshard 1       | reshard 2
+    forward                      | compute 0    | compute 1    | compute 2
+        all-gathers in flight  0 |     1        |     2        |
+        resharded                               | 0            | 1            | 2
 
-    backward               | compute 2       | compute 1       | compute 0       |
-              all-gather 2 | all-gather 1    | all-gather 0    | reduce-scatter 1| reduce-scatter 0
-                                             | reduce-scatter 2, reshard 2
+    backward                     | compute 2    | compute 1    | compute 0
+        all-gathers in flight  2 |     1        |     0        |
+        reduce-scatters in flight               |     2        |     1        |     0
+        resharded                               | 2            | 1            | 0
 
 1. before a unit computes, its pieces are all-gathered (Ψ(n-1)/n bytes over all units); the all-gather of the next unit
    is in flight meanwhile, in forward and in backward: at most `prefetch` units ahead
@@ -17,8 +18,9 @@ computes. How the communication goes, per step, with three units:
 3. when a unit's backward is over, its whole gradients are reduce-scattered: each rank receives the mean of its own part
    (Ψ(n-1)/n), and the whole ones are released
 
-3Ψ(n-1)/n in all, for memory of (parameters + gradients + optimizer state) / n and one or two units. Parameters outside
-every unit are held by every rank and their gradients all-reduced; so are those that two units share.
+3Ψ(n-1)/n in all (Ψ: bytes of all parameters, in the dtype that is sent), for memory of (parameters + gradients +
+optimizer state) / n, one or two whole units, and two buffers of gradients. Parameters outside every block are held by
+every rank and their gradients all-reduced; so are those that two units share.
 
 How we know where we are. Forward hooks tell when a block begins and ends; a block's backward begins with the gradient
 of its output (a hook on it) and ends with that of its input (`_EndOfBackward`, an identity put before the block). The
@@ -141,7 +143,7 @@ class FullyShardedDataParallel(ShardedModule):
             unit.unshard()
         args, kwargs = self._cast((args, kwargs), self.placement.compute_dtype)
         outputs = self.module(*args, **kwargs)
-        self._cursor = len(self._order) - 1
+        self._cursor = len(self._order) - 1 if torch.is_grad_enabled() else -1
         if not torch.is_grad_enabled():
             for unit, before in zip(outside, was_whole, strict=True):
                 if not before:  # else the backward of an earlier forward needs it
@@ -175,6 +177,8 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _before_block(self, block: Block, args: Any, kwargs: Any) -> Any:
         block.was_whole = block.units[0].state is State.WHOLE
+        if self._pass is Pass.BACKWARD and block in self._order:  # recomputed: first what was skipped before it
+            self._catch_up(self._order.index(block))
         block.unshard()
         if self._pass is Pass.FORWARD:  # else it is recomputed, for activation checkpointing
             self._prefetch_in_forward(block)
@@ -219,7 +223,7 @@ class FullyShardedDataParallel(ShardedModule):
             unit.unshard()  # still whole, unless another backward has come in between
 
     def _before_backward_of(self, block: Block) -> None:
-        self._pass = Pass.BACKWARD
+        self.backward_began()  # the first sign, where a loss depends on no output of the module
         position = self._order.index(block) if block in self._order else -1
         if position >= 0:
             self._catch_up(position)
@@ -231,9 +235,9 @@ class FullyShardedDataParallel(ShardedModule):
             following.prefetch()
 
     def _catch_up(self, position: int) -> None:
-        """Blocks between the cursor and `position` have had no backward: this rank's loss does not depend on them.
-
-        Other ranks' may, so the same collectives are issued here, in the same order.
+        """Blocks between the cursor and `position` will not be seen to end: their inputs need no gradient, or this
+        rank's loss does not depend on them. Other ranks' may, so the same collectives are issued here, in the same
+        order.
         """
         while self._cursor > position:
             block = self._order[self._cursor]
@@ -264,6 +268,8 @@ class FullyShardedDataParallel(ShardedModule):
 
     def finish_gradient_synchronization(self) -> None:
         """Make every `p.grad` this rank's piece of the mean; `backward()` has done it, but with `manual`."""
+        if self._synchronizing and (self.manual or self._round_is_open or self._forward_ran):
+            self._catch_up(-1)  # also on a rank that saw nothing of a backward: the others have issued all of this
         self._end_backward()
         super().finish_gradient_synchronization()
 
@@ -328,7 +334,7 @@ class FullyShardedDataParallel(ShardedModule):
         """As torch's, by the norm over all ranks; returns the norm."""
         norm = self.gradient_norm()
         scale = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for parameter in self.parameters():
+        for parameter in (p for unit in self.units() for p in unit.parameters):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         return norm

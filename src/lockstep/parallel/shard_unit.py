@@ -56,7 +56,7 @@ class Placement:
     compute_dtype: torch.dtype | None = None
     """None: as the parameters are."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are reduced in. None: what they are computed in."""
+    """What gradients are reduced in that are computed in less than fp32. None: what they are computed in."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class ShardUnit:
         self.used = [False] * len(self.parameters)
         """By this rank, since the gradients were last zeroed."""
         self.reduced = False
-        """Its gradients have been reduced in this round: since gradients were last handed over."""
+        """Its reduction has been issued since all were last waited for."""
         self.gradient: Tensor | None = None
         """This rank's part of the mean gradient, in the parameters' own dtype."""
         self._reduction: Reduction | None = None

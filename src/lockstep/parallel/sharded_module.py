@@ -181,8 +181,11 @@ class ShardedModule(GradientWrapper):
         for name, whole in self.whole_parameters():
             if keep:
                 found[name] = whole.clone() if only_rank is None else whole.to(CPU, copy=True)
+        if not keep:
+            return {}
+        place = None if only_rank is None else CPU
         state = self.module.state_dict()
-        return {name: found.get(name, value.detach().clone()) for name, value in state.items()} if keep else {}
+        return {n: found[n] if n in found else v.detach().to(place, copy=True) for n, v in state.items()}
 
     def unreduced_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """This rank's own whole gradients, by name, where `no_sync` has left them."""
@@ -206,7 +209,7 @@ class ShardedModule(GradientWrapper):
         """Whole tensors by name, of which this rank takes its pieces; one at a time, where an iterator gives them."""
         held = {name: (parameter, region) for name, parameter, region in self.held()}
         tied = {name: names[0] for names in self._names().values() for name in names}
-        buffers = dict(self.module.named_buffers())
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
         for name, whole in state.items() if isinstance(state, Mapping) else state:
             if name in buffers:
                 buffers[name].copy_(whole)
