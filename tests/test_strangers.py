@@ -186,7 +186,10 @@ def test_metadata_points_into_its_own_files(run: Path) -> None:
     folder = newest(run)
     metadata = read_metadata(folder)
     key = next(iter(metadata.storage_data))
-    for change, words in (({"relative_path": "../x"}, "outside of its folder"), ({"offset": 10**9}, "beyond the end")):
+    for change, words in (
+        ({"relative_path": "../x"}, "which the manifest does not list"),
+        ({"offset": 10**9}, "beyond the end"),
+    ):
         place = metadata.storage_data[key]
         before = {name: getattr(place, name) for name in change}
         for name, value in change.items():
@@ -201,6 +204,9 @@ def test_metadata_points_into_its_own_files(run: Path) -> None:
 def test_the_unpickler_knows_the_format_and_nothing_else() -> None:
     for innocent in ({"a": (1, 2)}, torch.Size((2, 3)), torch.float32):
         assert RestrictedUnpickler(io.BytesIO(pickle.dumps(innocent))).load() == innocent
+    sets_an_attribute = b"\x80\x02cpathlib\nPosixPath\nN}X\x06\0\0\0renamecpathlib\nPosixPath\ns\x86b."
+    with pytest.raises(pickle.UnpicklingError, match="changes a class"):
+        RestrictedUnpickler(io.BytesIO(sets_an_attribute)).load()
     for evil in (os.system, eval, pickle.loads, torch.load, torch.hub.load):
         with pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs"):
             RestrictedUnpickler(io.BytesIO(pickle.dumps(evil))).load()

@@ -44,7 +44,7 @@ def command(words: list[str], folder: Path, timeout: float = 200) -> "subprocess
 def test_under_torchrun_one_rank_names_the_folder(tmp_path: Path) -> None:
     """Three starts of four ranks: each has one folder, with a whole checkpoint."""
     for number in range(3):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--master-port=0"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]
         words = [*torchrun, "-m", "lockstep", *TRAIN, "--train.steps", "6", "--checkpoint.every", "3"]
         ended = command(words, tmp_path)
         assert ended.returncode == 0, ended.stderr[-2000:]

@@ -42,11 +42,11 @@ def check(folder: Path) -> None:
 
     That proves that nothing was lost, not who wrote it.
     """
-    listed = _listed(folder)
+    files = listed(folder)
     for name in (METADATA, RUN):
-        if name not in listed:
+        if name not in files:
             raise DamagedError(f"{folder / MANIFEST} does not list {name}: this is not a whole checkpoint")
-    for name, (size, digest) in listed.items():
+    for name, (size, digest) in files.items():
         file = folder / name
         try:
             if file.is_symlink() or not file.is_file():
@@ -60,14 +60,14 @@ def check(folder: Path) -> None:
             raise DamagedError(f"{file} cannot be read ({error.strerror})") from error
 
 
-def _listed(folder: Path) -> dict[str, tuple[int, str]]:
+def listed(folder: Path) -> dict[str, tuple[int, str]]:
     """Name -> (bytes, checksum), for names of files in the folder only."""
     file = folder / MANIFEST
-    listed = read_json(file).get("files")
-    if not isinstance(listed, dict):
+    files = read_json(file).get("files")
+    if not isinstance(files, dict):
         raise DamagedError(f"{file} is damaged: it has no list of files")
     found = {}
-    for name, entry in listed.items():
+    for name, entry in files.items():
         if not is_plain_name(name):
             raise DamagedError(f"{file} lists {name!r}, which is not a file of its folder")
         size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)

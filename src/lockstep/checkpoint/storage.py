@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from lockstep.checkpoint.manifest import METADATA, DamagedError, is_plain_name
+from lockstep.checkpoint import manifest
+from lockstep.checkpoint.manifest import METADATA, DamagedError
 from lockstep.checkpoint.piece import TensorPiece
 from lockstep.errors import UserError
 from lockstep.layout import Held
@@ -46,7 +47,16 @@ KNOWN = {
 """Classes and functions that `.metadata` may name; and dtypes."""
 
 
-class RestrictedUnpickler(pickle.Unpickler):
+class RestrictedUnpickler(pickle._Unpickler):
+    """The one written in Python: of it alone an instruction can be refused. BUILD would set attributes of classes."""
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("it changes a class or a function, which no checkpoint needs")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[dict-item]  # noqa: RUF012
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in KNOWN.get(module, ()):
@@ -98,10 +108,15 @@ def _check(metadata: Any, folder: Path) -> None:
                 inside = all(0 <= o <= end <= n for o, end, n in zip(chunk.offsets, ends, entry.size, strict=True))
                 if not inside:
                     raise DamagedError(f"{folder / METADATA}: a part of {name} lies outside of it")
+            if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+                raise DamagedError(f"{folder / METADATA}: the parts of {name} are not all of it")
+    listed = set(manifest.listed(folder))
     sizes: dict[str, int] = {}
     for place in metadata.storage_data.values() if isinstance(metadata.storage_data, dict) else ():
-        if not is_plain_name(place.relative_path):
-            raise DamagedError(f"{folder / METADATA} points to {place.relative_path!r}, outside of its folder")
+        if place.relative_path not in listed:
+            raise DamagedError(
+                f"{folder / METADATA} points to {place.relative_path!r}, which the manifest does not list"
+            )
         file = folder / place.relative_path
         size = sizes.setdefault(place.relative_path, file.stat().st_size)
         if place.offset < 0 or place.length < 0 or place.offset + place.length > size:

@@ -31,8 +31,11 @@ def note_semaphores(folder: str) -> None:
 def remove_leftovers() -> None:
     """Of launchers of this process namespace that are gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        if has_ended(folder.name.removeprefix(FOLDER_PREFIX)) and folder.stat().st_uid == os.getuid():
-            for note in folder.glob(f"{SEMAPHORES}*"):
-                for name in SEMAPHORE.findall(note.read_text()):
-                    (SHARED_MEMORY / name).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            if has_ended(folder.name.removeprefix(FOLDER_PREFIX)) and folder.stat().st_uid == os.getuid():
+                for note in folder.glob(f"{SEMAPHORES}*"):
+                    for name in SEMAPHORE.findall(note.read_text()):
+                        (SHARED_MEMORY / name).unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # another start was quicker
+            continue

@@ -32,4 +32,4 @@ def signature() -> str:
 def has_ended(name: str) -> bool:
     """Whether the process whose signature a name begins with is gone. Of another namespace's, nobody here can know."""
     namespace, pid, start, *_ = [*name.split("-"), "", "", ""]
-    return namespace == str(process_namespace()) and pid.isdigit() and started(int(pid)) != start
+    return namespace == str(process_namespace()) and pid.isascii() and pid.isdigit() and started(int(pid)) != start

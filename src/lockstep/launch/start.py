@@ -205,7 +205,10 @@ def _passing_on(saves_when_stopped: bool) -> Iterator[list[str]]:
     def pass_on(number: int, _: object) -> None:
         received.append("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
         at_once = number == signal.SIGINT and (not saves_when_stopped or received.count("Ctrl-C") > 1)
-        for rank in multiprocessing.active_children():
+        ranks = multiprocessing.active_children()
+        if not ranks:  # none has started yet
+            raise KeyboardInterrupt(received[-1])
+        for rank in ranks:
             (rank.kill if at_once else rank.terminate)()
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}

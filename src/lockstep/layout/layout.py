@@ -49,7 +49,9 @@ class Layout:
         """Of this rank."""
         self._groups: dict[tuple[str, ...], Group] = {}
         for axes in [*((axis,) for axis in AXES), *PURPOSES.values()]:  # in one order on every rank
-            self._groups.setdefault(self._spanned(axes), self._make_group(self._spanned(axes)))
+            spanned = self._spanned(axes)
+            if spanned not in self._groups:
+                self._groups[spanned] = self._make_group(spanned)
         self.batch, self.loss, self.gradient, self.norm = (self.group(*axes) for axes in PURPOSES.values())
 
     def group(self, *axes: str) -> Group:

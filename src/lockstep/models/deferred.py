@@ -61,7 +61,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
-    touched: set[int]
+    touched: dict[int, None]
     """Storages."""
     overwritten: int | None
     """The storage that it writes all of, reading nothing."""
@@ -90,15 +90,15 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         noted_args, noted_kwargs, noted_result = tree_map(_noted, (args, kwargs or {}, result))
-        inputs = {v.name for v in tree_flatten((noted_args, noted_kwargs))[0] if isinstance(v, View)}
-        outputs = {v.name for v in tree_flatten(noted_result)[0] if isinstance(v, View)}
-        ours = inputs <= self._ours if inputs else bool(outputs) and not self.asked_for_meta
+        inputs = [v.name for v in tree_flatten((noted_args, noted_kwargs))[0] if isinstance(v, View)]
+        outputs = [v.name for v in tree_flatten(noted_result)[0] if isinstance(v, View)]
+        ours = self._ours.issuperset(inputs) if inputs else bool(outputs) and not self.asked_for_meta
         if ours:
-            self._ours |= outputs
+            self._ours.update(outputs)
             first: Any = noted_args[0] if noted_args else None
             writes = function.overloadpacket.__name__ in OVERWRITES and isinstance(first, View)
             overwritten = first.name if writes and first.covers_storage else None
-            touched = inputs | outputs
+            touched = dict.fromkeys([*inputs, *outputs])  # in one order on every rank
             self.notes.append(Operation(function, noted_args, noted_kwargs, noted_result, touched, overwritten))
         return result
 
@@ -200,7 +200,7 @@ def _following_touches(notes: list[Operation | Seed]) -> list[dict[int, int]]:
         note = notes[index]
         if isinstance(note, Operation):
             following[index] = {storage: last[storage] for storage in note.touched if storage in last}
-            last |= dict.fromkeys(note.touched, index)
+            last.update(dict.fromkeys(note.touched, index))
     return following
 
 

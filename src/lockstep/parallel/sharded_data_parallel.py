@@ -120,6 +120,8 @@ class ShardedDataParallel(GradientWrapper):
         self._check_parameters()
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
+        for parameters in optimizer.buckets:
+            parameters.refresh()
         self.buckets = self._make_buckets(optimizer.buckets)
         self._issued = 0  # reduce-scatters of this round that are in flight: always those of the first buckets
         for number, bucket in enumerate(self.buckets):

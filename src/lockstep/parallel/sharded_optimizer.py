@@ -76,6 +76,12 @@ class ParameterBucket:
                 taken.append(shard)
         return taken
 
+    def refresh(self) -> None:
+        """The parameters have been written to: offloaded pieces are copies, and take it over."""
+        if self.offload:
+            for piece, shard in zip(self.pieces, self.shards, strict=True):
+                shard.data.copy_(self.own[piece.at])
+
     def put_back(self) -> None:
         """Offloaded pieces have been stepped elsewhere."""
         if self.offload:

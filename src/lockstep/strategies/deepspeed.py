@@ -68,6 +68,7 @@ class DeepSpeed(Engine):
         super().__init__(layout, options)
         self.deepspeed = import_deepspeed()
         self.settings = deepspeed_settings(self.parallel, options)
+        self.scales_loss = options.precision == "fp16"
         self.kept_gradients: dict[str, Tensor | None] = {}
 
     @property

@@ -120,6 +120,8 @@ class Engine(ABC):
     """It computes in the right precision by itself: no autocast."""
     host_decides = False
     """It has something of its own to do at a skipped step, so the host must know of it at once."""
+    scales_loss = False
+    """fp16's loss scale is its own, and so are the steps that it skips to find it."""
     traffic_is_seen = True
     """False where it communicates in a way that the ledger cannot watch."""
 
@@ -206,6 +208,9 @@ class Engine(ABC):
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """The opposite of `own_state`."""
+
+    def after_load(self) -> None:
+        """What this rank holds has been written to from a checkpoint."""
 
     def fill(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Whole tensors by name, one after the other, for a stage that came on the meta device."""

@@ -74,6 +74,10 @@ class ShardedState(Engine):
     def settle(self) -> None:
         self.optimizer.wait_for_parameters()
 
+    def after_load(self) -> None:
+        for bucket in self.optimizer.buckets:
+            bucket.refresh()
+
     def trained(self) -> dict[str, Held]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return {

@@ -73,6 +73,7 @@ class RegionState:
             for name, value in state.items():
                 if not name.startswith("own."):
                     copy_leaf(mine[name], value)
+        self.engine.after_load()
         forget_unsaved(optimizer, self.engine.trained(), set(state))
         if own := state.get(f"own.{self.rank}"):
             self.engine.load_own_state(own)
@@ -88,7 +89,10 @@ class RegionState:
 
 def gathered(held: dict[str, Held], group: Group) -> dict[str, Tensor]:
     """Whole tensors, put together from all ranks' regions. For looking at: training never needs them."""
-    regions = all_gather_objects({name: h.region for name, h in held.items()}, group)
+    everyone = all_gather_objects({name: (h.region, h.tensor.dtype) for name, h in held.items()}, group)
+    regions = [{name: region for name, (region, _) in theirs.items()} for theirs in everyone]
+    dtypes = {name: dtype for theirs in everyone for name, (_, dtype) in theirs.items()}
+    device = next((h.tensor.device for h in held.values()), torch.device("cpu"))
     names = list(dict.fromkeys(name for theirs in regions for name in theirs))
     found: dict[str, Tensor] = {}
     for name in names:
@@ -97,17 +101,17 @@ def gathered(held: dict[str, Held], group: Group) -> dict[str, Tensor]:
             assert mine is not None
             found[name] = mine.tensor.clone().view(mine.region.shape)
         else:
-            found[name] = _gathered(mine, [theirs.get(name) for theirs in regions], group)
+            like = torch.empty(0, dtype=dtypes[name], device=device)
+            found[name] = _gathered(mine, [theirs.get(name) for theirs in regions], like, group)
     return found
 
 
-def _gathered(mine: Held | None, regions: list[Region | None], group: Group) -> Tensor:
+def _gathered(mine: Held | None, regions: list[Region | None], like: Tensor, group: Group) -> Tensor:
     longest = max(region.numel for region in regions if region is not None)
     shape = next(region.shape for region in regions if region is not None)
-    like = mine.tensor if mine is not None else torch.empty(0)
     mine_row = like.new_zeros(longest)
     if mine is not None:
-        mine_row[: mine.region.numel] = like.reshape(-1)
+        mine_row[: mine.region.numel] = mine.tensor.reshape(-1)
     rows = all_gather(mine_row, group, purpose="check")
     whole = like.new_zeros(shape)
     for region, row in zip(regions, rows, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.checkpoint.manifest import MANIFEST, read_run
@@ -216,7 +217,7 @@ class Run:
 
     def _tell_problem(self) -> None:
         if self.checkpoints is not None and self.checkpoints.problem is not None:
-            self.console.print(f"[yellow]{self.checkpoints.problem}[/]; training goes on", soft_wrap=True)
+            self.console.print(f"[yellow]{escape(self.checkpoints.problem)}[/]; training goes on", soft_wrap=True)
             self.metrics.write("checkpoint", self.steps_done, {"problem": self.checkpoints.problem})
             self.checkpoints.problem = None
 
@@ -228,7 +229,7 @@ class Run:
         reading = Checkpoints(self.world, home, group=group)
         found, damage = reading.find(one)
         for line in damage:
-            self.console.print(f"[yellow]damaged, passed over:[/] {line}", soft_wrap=True)
+            self.console.print(f"[yellow]damaged, passed over:[/] {escape(line)}", soft_wrap=True)
         if found is None:
             raise UserError(f"{home} has no whole checkpoint to go on from")
         check_same_course(read_run(found), self._course(), found)
@@ -320,11 +321,11 @@ class Run:
             self.skipped_in_a_row = 0
             return
         loss_scale = self.strategy.loss_scale
-        if loss_scale is not None and loss_scale.scale >= 1.0:
+        if self.strategy.engine.scales_loss or (loss_scale is not None and loss_scale.scale >= 1.0):
             return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
         self.skipped_in_a_row += 1
         where = locate_nonfinite(self.strategy, step.batch)
-        self.console.print(f"[yellow]step {step.number}: not finite, skipped on all ranks[/] ({where})")
+        self.console.print(f"[yellow]step {step.number}: not finite, skipped on all ranks[/] ({escape(where)})")
         self.metrics.write("skipped", step.number, {"where": where})
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(

@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,10 @@ def choose_folder(world: World, config: Config, run_dir: str | None, resume: str
             chosen = _choose(config, run_dir, resume)
         except UserError as mistake:
             chosen = str(mistake)
+        except OSError as error:
+            chosen = (
+                f"{error.filename or run_dir or 'runs'} cannot be read ({error.strerror}); choose another --run-dir"
+            )
     first: RunFolder | str = all_gather_objects(chosen)[0]
     if isinstance(first, str):
         raise UserError(first)
@@ -77,7 +81,13 @@ def _new_folder(config: Config, task: str) -> Path:
 
 def newest_checkpoint(run: Path) -> float:
     """When the run's newest checkpoint was written; 0 if it has none."""
-    return max((f.stat().st_mtime for f in (run / CHECKPOINTS).glob("step-*") if f.is_dir()), default=0.0)
+    times = []
+    for folder in (run / CHECKPOINTS).glob("step-*"):
+        try:
+            times.append(folder.stat().st_mtime)
+        except FileNotFoundError:  # a run that is alive has removed it meanwhile
+            continue
+    return max(times, default=0.0)
 
 
 def _newest_that_fits(config: Config, task: str) -> RunFolder:
@@ -122,15 +132,15 @@ def locked(world: World, folder: Path) -> Iterator[None]:
     """While the run lasts, no other run may write to the folder. Refused on every rank alike."""
     mistake, descriptor, was_there = "", -1, True
     if world.is_main:
-        was_there = folder.exists()
         try:
+            was_there = folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         except BlockingIOError:
-            owner = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip()
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             mistake = f"{folder} is being written by another run ({owner}); choose another --run-dir, or wait for it"
         except OSError as error:
             mistake = f"--run-dir {folder} cannot be written ({error.strerror}); choose another folder"
@@ -141,13 +151,14 @@ def locked(world: World, folder: Path) -> Iterator[None]:
         yield
     finally:
         if descriptor >= 0:
-            os.close(descriptor)  # and the lock is gone
             if not was_there and not mistake:
                 _remove_if_empty(folder)
+            os.close(descriptor)  # and the lock is gone
 
 
 def _remove_if_empty(folder: Path) -> None:
     """A run that failed before it wrote anything leaves nothing."""
-    if {f.name for f in folder.iterdir()} <= {LOCK}:
-        (folder / LOCK).unlink(missing_ok=True)
-        folder.rmdir()
+    with suppress(OSError):  # somebody else has put something there: it stays
+        if {f.name for f in folder.iterdir()} <= {LOCK}:
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()
