@@ -36,7 +36,7 @@ KNOWN = {
         *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch": {"Size", "device", "layout", "memory_format", "contiguous_format", "strided", *map(str, ())},
+    "torch": {"Size", "device", "layout", "memory_format", "contiguous_format", "strided"},
     "torch.serialization": {"_get_layout"},
     "torch._utils": {"_get_layout"},
     "collections": {"OrderedDict"},

@@ -104,8 +104,7 @@ class Tape(TorchDispatchMode):
 
 
 class MetaAskedFor(TorchFunctionMode):
-    """Sees calls before `torch.device("meta")` gives them their device: those that have named it themselves are not
-    ours."""
+    """Sees calls before `torch.device("meta")` gives them their device: whoever names it in person means it."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()

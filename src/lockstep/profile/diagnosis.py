@@ -198,7 +198,10 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
             ideas = [
                 (plain, "--train.compile blocks (fused operations read and write once)"),
                 (device == "cuda" and train.precision == "fp32", "--train.precision bf16 (half the bytes)"),
-                (parallel.data in ("bucketed", "ddp") and ranks > 1, "--parallel.data zero1 (1/n of the optimizer)"),
+                (
+                    STRATEGIES[parallel.data].axis == "replicate" and ranks > 1,
+                    "--parallel.data zero1 (1/n of the optimizer)",
+                ),
                 (True, "a larger --train.batch-size: the optimizer's share falls"),
             ]
         case "others":

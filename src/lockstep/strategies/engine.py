@@ -48,7 +48,7 @@ class Engine(ABC):
     verified_in: ClassVar[str | None] = None
     """A precision that it is verified in, if it cannot be any other."""
     fills_parts: ClassVar[bool] = False
-    """It takes a model on the meta device, and whole tensors one by one: no rank ever holds the whole model."""
+    """It takes a model on the meta device, and gives memory only to what this rank holds of it."""
     sends_after_step: ClassVar[bool] = False
     """Parameters are sent after the optimizer's step, and the step waits for them."""
     leaves_in_flight: ClassVar[bool] = False
@@ -211,10 +211,6 @@ class Engine(ABC):
 
     def after_load(self) -> None:
         """What this rank holds has been written to from a checkpoint."""
-
-    def fill(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Whole tensors by name, one after the other, for a stage that came on the meta device."""
-        raise NotImplementedError(f"{type(self).__name__} does not fill its parts")
 
     # ---- what executes and saves it ----------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from lockstep.config import Parallel
 from lockstep.config.schema import Sharding
 from lockstep.errors import UserError
 from lockstep.layout import Degrees
-from lockstep.layout.region import local, region_of
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.sharded_module import OUTSIDE
 from lockstep.parallel.wrapper import broadcast_module
@@ -123,13 +122,6 @@ class FSDP(Engine):
             if name != first:
                 home, _, leaf = name.rpartition(".")
                 setattr(stage.get_submodule(home), leaf, stage.get_parameter(first))
-
-    @torch.no_grad()
-    def fill(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        for name, whole in tensors:
-            mine = local(named[name])
-            mine.copy_(region_of(named[name]).read(whole).view(mine.shape))
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Without a backward nobody reshards what forward has gathered, and state is read from sharded parameters."""

@@ -73,9 +73,6 @@ class FullySharded(Engine):
         )
         self.optimizer = self.options.make_optimizer(self.trainable())
 
-    def fill(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self.module.load_full_state_dict(tensors)
-
     def keep_own_gradients(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
 

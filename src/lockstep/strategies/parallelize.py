@@ -18,6 +18,7 @@ from lockstep.models import parameter_count
 from lockstep.models.deferred import Deferred
 from lockstep.parallel.recompute import recompute
 from lockstep.strategies.compiling import compile_blocks, compile_model
+from lockstep.strategies.engine import Engine
 from lockstep.strategies.options import Options
 from lockstep.strategies.parallel_model import ParallelModel
 from lockstep.strategies.table import STRATEGIES, Table, check_parallel, engine_named
@@ -52,8 +53,20 @@ def parallelize(
         compile_model(model, options)
     engine.wrap(model)
     if tensors is not None:
-        engine.fill(of_first_rank(tensors, layout.norm, layout.world.device))
+        fill(engine, of_first_rank(tensors, layout.norm, layout.world.device))
     return ParallelModel(engine, parameters)
+
+
+@torch.no_grad()
+def fill(engine: Engine, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Give each region that this rank holds its part of the whole tensors, which come one at a time."""
+    held, buffers = engine.held(), dict(engine.model.named_buffers())
+    for name, whole in tensors:
+        if name in held:
+            mine = held[name].tensor
+            mine.copy_(held[name].region.read(whole).view(mine.shape))
+        else:
+            buffers[name].copy_(whole)
 
 
 def of_first_rank(

@@ -22,7 +22,6 @@ from torch import Tensor
 from lockstep.comm.collectives import Pending, all_gather_objects, all_reduce_async
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.data import Batch
-from lockstep.layout import Group
 from lockstep.models.loss import with_correct_count
 from lockstep.parallel.schedule import Instruction, one_stage
 from lockstep.strategies.compiling import compiled
@@ -90,7 +89,7 @@ class Worker:
         counts = torch.zeros(2, dtype=torch.float64, device=self.device)
         counts[0].fill_(batch.target_count())  # counts[0] = ... would copy from the host, and wait for the device
         counts[1].fill_(float(self.stop_requested))
-        counting = summed(counts, self.layout.loss, "count")
+        counting = all_reduce_async(counts, group=self.layout.loss, purpose="count")
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         totals = Totals(sums, counts, Pending(None), sums[0])
         return Step(batch.micro_batches(self.options.accumulation), totals, counting, around)
@@ -124,7 +123,8 @@ class Worker:
         step.counting.wait()  # issued before forward, needed only now
         if step.is_last(index):
             totals.own_loss = totals.sums[0].clone()
-            totals.pending = summed(totals.sums, self.layout.loss, "loss")  # in flight during backward
+            # In flight during backward.
+            totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
         with step.around(step.is_last(index)), self.phases("backward"):
             self.backward(self._weighted(step.losses.pop(index), micro_batch, totals.counts[0]))
         if micro_batch.filler:
@@ -194,8 +194,3 @@ class Worker:
             votes = all_gather_objects(mine if tensors else None, self.layout.norm)
             self._fused = set(votes) - {None} == {True}
         return self._fused and self.loss_scale is None and not self.engine.host_decides
-
-
-def summed(tensor: Tensor, group: Group, purpose: str) -> Pending:
-    """Begin to add up over the ranks of a group."""
-    return all_reduce_async(tensor, group=group, purpose=purpose)

@@ -92,8 +92,10 @@ def _train(world: World, config: Config, folder: Path | None, quiet: bool, resum
     torch.manual_seed(strategy.layout.seed(config.train.seed))
     saving = config.checkpoint
     checkpoints = None
-    if folder is not None:
-        given = (world, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
+    alone = world.size > 1 and strategy.layout.norm.size == 1  # ranks that do not wait for each other: one saves
+    if folder is not None and (world.is_main or not alone):
+        savers = World(device=world.device) if alone else world
+        given = (savers, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
         checkpoints = Checkpoints(*given, parameters=strategy.parameters)
         if saving.every:
             checkpoints.get_ready()

@@ -134,9 +134,12 @@ def locked(world: World, folder: Path) -> Iterator[None]:
     if world.is_main:
         try:
             was_there = folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = _open_lock(folder)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not _is_still_there(folder, descriptor):  # a run that failed has removed it meanwhile
+                os.close(descriptor)
+                descriptor = _open_lock(folder)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         except BlockingIOError:
@@ -154,6 +157,19 @@ def locked(world: World, folder: Path) -> Iterator[None]:
             if not was_there and not mistake:
                 _remove_if_empty(folder)
             os.close(descriptor)  # and the lock is gone
+
+
+def _open_lock(folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+
+
+def _is_still_there(folder: Path, descriptor: int) -> bool:
+    """Whether what we have locked is what others would find."""
+    try:
+        return (folder / LOCK).stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _remove_if_empty(folder: Path) -> None:
