@@ -16,6 +16,7 @@ from lockstep.bench.train import Case, Peaks, bench_cases, one_process
 from lockstep.cli.arguments import (
     LinkFlag,
     RunArguments,
+    check_before_ranks,
     check_link,
     check_outputs,
     config_from,
@@ -33,6 +34,7 @@ from lockstep.launch.join import check_known
 from lockstep.launch.link import DEFAULT_RANKS, OVER_LINK, without_flag
 from lockstep.launch.start import falls_back_to_cpu
 from lockstep.layout.world import World
+from lockstep.measure.expected import named_config
 from lockstep.measure.peak import slow_bf16
 from lockstep.measure.steps import MEMORY_STEPS
 from lockstep.measure.timing import Timing, as_rows, baselines_among
@@ -108,6 +110,8 @@ def main(argv: list[str]) -> int:
         check_link(arguments.link, arguments.launch)
     baselines = one_process(cases) if arguments.baseline else []
     default_nproc = 2 if arguments.link is None else DEFAULT_RANKS
+    for case in cases:
+        check_before_ranks(named_config(case.config, case.strategy), arguments.launch, default_nproc)
     one_by_one = preset is not None and preset.one_by_one
     timings: list[Timing] = run_on_ranks(
         *(time_cases, [*cases, *baselines], steps, arguments.warmup, one_by_one),

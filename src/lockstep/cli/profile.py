@@ -4,7 +4,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.cli.arguments import RunArguments, config_from, parse, sections
+from lockstep.cli.arguments import RunArguments, check_before_ranks, config_from, parse, sections
 from lockstep.cli.tables import console, new_table
 from lockstep.config import Config
 from lockstep.errors import UserError
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     config = arguments.config()
     if arguments.steps < 1 or arguments.warmup < 0:
         raise UserError(f"--steps {arguments.steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
+    check_before_ranks(config, arguments.launch, default_nproc=2)
     folder = Path(arguments.run_dir)
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
