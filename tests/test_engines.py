@@ -90,6 +90,32 @@ def test_no_rank_holds_the_whole_model() -> None:
         assert shares["fsdp"] < 0.7, shares
 
 
+# ---- overlap -------------------------------------------------------------------------------------------------------
+
+
+def awaited_before(world: World) -> list[int]:
+    """How many of zero1's all-gathers have been waited for when each block begins its forward pass."""
+    config = replace(CONFIG, parallel=strategy_named("zero1", Parallel(bucket_mb=0.1)))
+    dataset = load_data(world, config)
+    strategy = prepare_strategy(world, config, dataset)
+    batch = read_share(dataset.train, torch.arange(8), strategy.batch_share())
+    strategy.step(batch)
+    counts: list[int] = []
+    for block in strategy.model.blocks:  # type: ignore[union-attr]
+        block.register_forward_pre_hook(
+            lambda *_: counts.append(sum(e.wait_ended is not None for e in strategy.ledger.carried))
+        )
+    strategy.step(batch)
+    return [*counts, len(strategy.ledger.carried)]
+
+
+def test_each_block_waits_for_its_own_parameters_only() -> None:
+    for *counts, everything in on_ranks(awaited_before, 2):
+        assert counts == sorted(set(counts)), "every block waits for something, and nobody waits for all at once"
+        assert counts[0] < everything / 2
+        assert counts[-1] == everything
+
+
 # ---- backends ------------------------------------------------------------------------------------------------------
 
 

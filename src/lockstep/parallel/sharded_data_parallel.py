@@ -160,16 +160,17 @@ class ShardedDataParallel(GradientWrapper):
         """
         blocks = [block for _, block in blocks_of(self.module)]
         inside = {parameter for block in blocks for parameter in block.parameters()}
-        order = self._wait_in_forward_of(self.module, (p for p in self.module.parameters() if p not in inside))
+        outside = [p for p in self.module.parameters() if p not in inside]
+        order = [*self._wait_in_forward_of(self.module, outside)]
         for block in blocks:
             order += self._wait_in_forward_of(block, block.parameters())
         self.optimizer.gather_order = list(dict.fromkeys([*order, *self.optimizer.buckets[::-1]]))
         self.module.register_state_dict_pre_hook(lambda *_: self.optimizer.wait_for_parameters())
 
-    def _wait_in_forward_of(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[ParameterBucket]:
+    def _wait_in_forward_of(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> tuple[ParameterBucket, ...]:
         """Returns what it waits for."""
         wanted = set(parameters)
-        buckets = [b for b in reversed(self.optimizer.buckets) if not wanted.isdisjoint(b.parameters)]
+        buckets = tuple(b for b in reversed(self.optimizer.buckets) if not wanted.isdisjoint(b.parameters))
 
         def before_forward(*_: object) -> None:
             for bucket in buckets:
