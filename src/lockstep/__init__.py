@@ -14,6 +14,8 @@ if TYPE_CHECKING:
         LocalSGD,
         ShardedDataParallel,
         ShardedOptimizer,
+        tensor_parallel,
+        vocab_parallel_cross_entropy,
     )
 
 __version__ = "0.1.0"
@@ -25,6 +27,8 @@ __all__ = [
     "ShardedOptimizer",
     "UserError",
     "shard_batch",
+    "tensor_parallel",
+    "vocab_parallel_cross_entropy",
 ]
 
 _HOMES = {
@@ -34,6 +38,8 @@ _HOMES = {
     "ShardedDataParallel": "lockstep.parallel",
     "ShardedOptimizer": "lockstep.parallel",
     "shard_batch": "lockstep.data",
+    "tensor_parallel": "lockstep.parallel",
+    "vocab_parallel_cross_entropy": "lockstep.parallel",
 }
 
 register_shm()

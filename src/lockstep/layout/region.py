@@ -23,7 +23,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Sizes = tuple[int, ...]
 
@@ -78,6 +78,14 @@ class Region:
     @property
     def is_whole(self) -> bool:
         return self == Region.whole(self.shape)
+
+    @property
+    def held_shape(self) -> Sizes:
+        """Of a rank's own tensor: its box, or several boxes one below the other."""
+        if len(self.boxes) == 1:
+            return self.boxes[0].sizes
+        rows = sum(box.sizes[0] for box in self.boxes)
+        return (rows, *(self.boxes[0].sizes if self.boxes else self.shape)[1:])
 
     def part(self, start: int, stop: int) -> "Region":
         """Elements `start` to `stop` of what this region holds, in the order of its memory."""
@@ -168,9 +176,18 @@ def local(tensor: Any) -> Tensor:
     return found.detach()
 
 
+def held_as(parameter: Tensor, region: Region) -> nn.Parameter:
+    """A parameter of its own with only this region's elements, that says so (`region_of`)."""
+    held = region.read(parameter.detach()).clone().view(region.held_shape)
+    mine = nn.Parameter(held, parameter.requires_grad)
+    mine.region = region  # type: ignore[attr-defined]
+    return mine
+
+
 def region_of(tensor: Any) -> Region:
-    """Of a DTensor what it says itself; a plain tensor is whole."""
+    """What a parameter says itself, or a DTensor; any other tensor is whole."""
     if not hasattr(tensor, "to_local"):
-        return Region.whole(tensor.shape)
+        said: Region | None = getattr(tensor, "region", None)
+        return said or Region.whole(tensor.shape)
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
     return Region(tuple(tensor.shape), tuple(box for box in boxes if box.numel))

@@ -60,6 +60,12 @@ def ends_branch(linear: nn.Linear, shape: Shape) -> nn.Linear:
     return linear
 
 
+def fused(linear: nn.Linear, parts: tuple[int, ...], heads: tuple[int, ...]) -> nn.Linear:
+    """Several layers of one input in one product: their widths, and into how many pieces each may be cut."""
+    linear.__dict__.update(parts=parts, heads=heads)
+    return linear
+
+
 class Rotation:
     """RoPE's table: cosine and sine of position x frequency, each (tokens, head_size / 2), in fp32 or better.
 
@@ -93,18 +99,16 @@ class Attention(nn.Module):
         self.shape = shape
         kv_width = shape.kv_heads * shape.head_size
         bias = shape.norm == "layernorm"  # Llama's linear layers have none
-        self.qkv = nn.Linear(shape.d_model, shape.d_model + 2 * kv_width, bias=bias)
+        qkv = nn.Linear(shape.d_model, shape.d_model + 2 * kv_width, bias=bias)
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        self.qkv = fused(qkv, (shape.d_model, kv_width, kv_width), heads)
         self.output = ends_branch(nn.Linear(shape.d_model, shape.d_model, bias=bias), shape)
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        batch, tokens, d_model = x.shape
         shape = self.shape
-        kv_width = shape.kv_heads * shape.head_size
-        q, k, v = self.qkv(x).split((d_model, kv_width, kv_width), dim=-1)
         # (batch, tokens, heads * head_size) -> (batch, heads, tokens, head_size)
-        q = q.view(batch, tokens, shape.heads, shape.head_size).transpose(1, 2)
-        k = k.view(batch, tokens, shape.kv_heads, shape.head_size).transpose(1, 2)
-        v = v.view(batch, tokens, shape.kv_heads, shape.head_size).transpose(1, 2)
+        parts = self.qkv(x).split(self.qkv.parts, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, shape.head_size)).transpose(1, 2) for part in parts)
         if rotation is not None:
             q, k = rotation.rotate(q), rotation.rotate(k)
         with attention_kernel(shape.attention):
@@ -114,9 +118,9 @@ class Attention(nn.Module):
                 v,
                 is_causal=True,
                 dropout_p=shape.dropout if self.training else 0.0,
-                enable_gqa=shape.kv_heads != shape.heads,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
-        merged: Tensor = self.output(y.transpose(1, 2).reshape(batch, tokens, d_model))
+        merged: Tensor = self.output(y.transpose(1, 2).flatten(2))
         return merged
 
 
@@ -146,7 +150,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gated, self.own_gelu = shape.activation == "swiglu", shape.own_gelu
         bias = shape.norm == "layernorm"
-        self.up = nn.Linear(shape.d_model, shape.mlp_width * (2 if self.gated else 1), bias=bias)
+        widths = (shape.mlp_width,) * (2 if self.gated else 1)
+        self.up = fused(nn.Linear(shape.d_model, sum(widths), bias=bias), widths, widths)
         self.down = ends_branch(nn.Linear(shape.mlp_width, shape.d_model, bias=bias), shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -216,6 +221,18 @@ class GPT(nn.Module):
             x = block(x, rotation)
         logits: Tensor = self.head(self.norm(x))  # (batch, tokens, vocabulary)
         return logits
+
+    def tensor_plan(self) -> dict[str, str]:
+        """What tensor parallelism cuts."""
+        plan = {
+            "token_embedding": "vocab",
+            "blocks.*.attention.qkv": "column",
+            "blocks.*.attention.output": "row",
+            "blocks.*.mlp.up": "column",
+            "blocks.*.mlp.down": "row",
+            "head": "column:gather",
+        }
+        return plan if self.position_embedding is None else {**plan, "position_embedding": "sequence"}
 
     def forward_flops(self) -> int:
         """Multiplications and additions of one sequence's forward pass, attention counted without its causal half."""

@@ -22,6 +22,7 @@ class LoRALinear(nn.Linear):
     def __init__(self, plain: nn.Linear, rank: int, alpha: float, frozen_dtype: torch.dtype | None = None) -> None:
         super().__init__(plain.in_features, plain.out_features, plain.bias is not None, device="meta")
         self.weight, self.bias = plain.weight, plain.bias
+        keep_fusion(plain, self)
         self.rank, self.scale, self.frozen_dtype = rank, alpha / rank, frozen_dtype
         self.lora_a = nn.Parameter(plain.weight.new_empty(rank, plain.in_features))
         self.lora_b = nn.Parameter(plain.weight.new_empty(plain.out_features, rank))
@@ -59,7 +60,15 @@ class LoRALinear(nn.Linear):
         plain.weight = nn.Parameter(self.weight.detach().to(dtype) + self.scale * (self.lora_b @ self.lora_a).detach())
         if self.bias is not None:
             plain.bias = nn.Parameter(self.bias.detach().to(dtype))
+        keep_fusion(self, plain)
         return plain
+
+
+def keep_fusion(before: nn.Linear, after: nn.Linear) -> None:
+    """A layer that is several in one (q, k and v) stays so."""
+    for name in ("parts", "heads"):
+        if hasattr(before, name):
+            setattr(after, name, getattr(before, name))
 
 
 def add_lora(

@@ -23,6 +23,11 @@ class MLP(nn.Module):
         logits: Tensor = self.layers[-1](x)
         return logits
 
+    def tensor_plan(self) -> dict[str, str]:
+        """What tensor parallelism cuts: pairs of layers; one that is left over at the end is gathered."""
+        plan = {f"layers.{i}": "row" if i % 2 else "column" for i in range(len(self.layers))}
+        return {**plan, f"layers.{len(self.layers) - 1}": "column:gather"} if len(self.layers) % 2 else plan
+
     def forward_flops(self) -> int:
         """Multiplications and additions of one sample's forward pass."""
         return 2 * sum(p.numel() for p in self.parameters() if p.dim() == 2)

@@ -3,7 +3,21 @@
 from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.local_sgd import LocalSGD
+from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.tensor import tensor_parallel
+from lockstep.parallel.vocabulary import vocab_parallel_cross_entropy
 
-__all__ = ["DataParallel", "FullyShardedDataParallel", "LocalSGD", "ShardedDataParallel", "ShardedOptimizer"]
+__all__ = [
+    "ColumnParallelLinear",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "LocalSGD",
+    "RowParallelLinear",
+    "ShardedDataParallel",
+    "ShardedOptimizer",
+    "VocabParallelEmbedding",
+    "tensor_parallel",
+    "vocab_parallel_cross_entropy",
+]

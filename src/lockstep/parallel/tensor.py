@@ -1,0 +1,215 @@
+"""Tensor parallelism by hand: `tensor_parallel` cuts a module's matrices over the ranks, in place, by a plan.
+
+A plan says of module names, by pattern, what becomes of them:
+
+    column          a linear layer: output features cut, and the output left cut
+    column:gather   the same, and the output gathered
+    row             a linear layer: input features cut, the output summed
+    vocab           an embedding: rows cut, the output summed. Of a linear layer, the head: logits cut, and left so,
+                    for `vocab_parallel_cross_entropy`
+    sequence        nothing is cut; but with sequence parallelism the output has only this rank's positions (an
+                    embedding of positions)
+
+    plan = {"*.qkv": "column", "*.output": "row", "*.up": "column", "*.down": "row", "head": "column:gather"}
+    lockstep.tensor_parallel(model, plan)
+
+Every rank gives the same samples and gets the same outputs; parameters keep their names, and are smaller. What the
+plan does not name stays whole, and has the same gradient on every rank.
+
+With `sequence_parallel` all that lies between the pairs of cut layers works on this rank's positions only. What is
+whole there (the weights of a norm) has a gradient of these positions: it is summed, in backward, as part of the module.
+"""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UserError
+from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.parallel.cuts import even_cut
+from lockstep.parallel.exchange import split_to_ranks, summed
+from lockstep.parallel.own_numbers import OwnNumbers, draws_numbers
+from lockstep.parallel.parallel_linear import (
+    SEQUENCE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Tied,
+    VocabParallelEmbedding,
+)
+from lockstep.parallel.wrapper import broadcast_module, check_same_model
+
+Plan = dict[str, str]
+KINDS = ("column", "column:gather", "row", "vocab", "sequence")
+
+
+def tensor_parallel(
+    module: nn.Module,
+    plan: Plan | None = None,
+    process_group: GroupLike = None,
+    sequence_parallel: bool = False,
+) -> nn.Module:
+    """Cut `module`, which every rank has whole, over the ranks of the group. All begin with the first rank's weights.
+
+    `plan`: patterns of module names and what becomes of them; None: the module's own `tensor_plan()`.
+    """
+    group = group_of(process_group, "tp")
+    planned = match_plan(module, own_plan(module) if plan is None else plan)
+    if group.size == 1:
+        return module
+    if sequence_parallel and not {"vocab", "sequence"} & set(planned.values()):
+        raise UserError(
+            "sequence_parallel needs to know where positions are cut first: a plan with a vocab or sequence module"
+        )
+    if all(p.device.type != "meta" for p in module.parameters()):
+        check_same_model(module, group)
+        broadcast_module(module, group)
+    numbers = OwnNumbers(group) if draws_numbers(module) else None
+    check_tied(module, planned)
+    tied: Tied = {}
+    cut: dict[nn.Module, nn.Module] = {}
+    for name, kind in planned.items():
+        part = module.get_submodule(name)
+        if part not in cut:
+            try:
+                cut[part] = cut_module(part, kind, group, sequence_parallel, tied)
+            except UserError as error:
+                raise UserError(f"{name} cannot be {kind}-parallel on {group.size} ranks: {error}") from None
+        replace_module(module, name, cut[part])
+    if sequence_parallel:
+        sum_gradients_of_whole(module, set(cut.values()), group)
+    if numbers is not None:
+        use_own_numbers(module, set(cut.values()), numbers, sequence_parallel)
+    return module
+
+
+def own_plan(module: nn.Module) -> Plan:
+    make: Any = getattr(module, "tensor_plan", None)
+    if make is None:
+        raise UserError(
+            f"{type(module).__name__} has no tensor_plan() of its own; give a plan, as "
+            f'{{"*.up": "column", "*.down": "row"}}'
+        )
+    plan: Plan = make()
+    return plan
+
+
+def match_plan(module: nn.Module, plan: Plan) -> dict[str, str]:
+    """{module name: kind}. A pattern that names nothing, or two that disagree, are mistakes."""
+    names = [name for name, _ in module.named_modules() if name]
+    found: dict[str, str] = {}
+    for pattern, kind in plan.items():
+        if kind not in KINDS:
+            raise UserError(f"the plan has {kind!r} for {pattern!r}, but it must be one of {', '.join(KINDS)}")
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise UserError(f"the plan's {pattern!r} is the name of no module; there are {some or 'none'}")
+        for name in matched:
+            if found.setdefault(name, kind) != kind:
+                raise UserError(f"the plan has both {found[name]} and {kind} for {name}")
+    return found
+
+
+def check_tied(module: nn.Module, planned: dict[str, str]) -> None:
+    """A weight of two modules must be cut alike in both, or in neither."""
+    users: dict[nn.Parameter, dict[str, str]] = {}
+    for name, part in module.named_modules():
+        for parameter in part.parameters(recurse=False):
+            users.setdefault(parameter, {})[name] = planned.get(name, "")
+    rows = {"column", "column:gather", "vocab"}
+    for modules in users.values():
+        ways = {"rows" if kind in rows else "" if kind == "sequence" else kind for kind in modules.values()}
+        if len(ways) > 1:
+            listed = " and ".join(f"{name} ({kind or 'whole'})" for name, kind in modules.items())
+            raise UserError(f"{listed} share a weight, and the plan cuts it differently")
+
+
+def cut_module(part: nn.Module, kind: str, group: Group, sequence: bool, tied: Tied) -> nn.Module:
+    if kind == "sequence":
+        if sequence:
+            part.register_forward_hook(lambda _module, _inputs, output: split_to_ranks(output, group, SEQUENCE))
+        return part
+    if isinstance(part, nn.Embedding):
+        if kind != "vocab":
+            raise UserError("it is an embedding; say vocab")
+        if part.max_norm is not None or part.sparse or part.padding_idx is not None:
+            raise UserError("an embedding with max_norm, sparse or padding_idx cannot be cut")
+        return VocabParallelEmbedding(part, group, sequence, tied)
+    if not isinstance(part, nn.Linear):
+        raise UserError(f"it is a {type(part).__name__}, and only linear layers and embeddings can be cut")
+    if kind == "row":
+        return RowParallelLinear(part, group, sequence, tied)
+    whole = kind == "column:gather"
+    # What is gathered, or ends in a loss, need not be cut evenly; what other layers compute with must be.
+    cut = even_cut(part.out_features, group, uneven=True) if whole or kind == "vocab" else None
+    return ColumnParallelLinear(part, group, whole, sequence, cut, tied)
+
+
+def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    owner: Any = root.get_submodule(parent)
+    if isinstance(owner, nn.Sequential | nn.ModuleList):
+        owner[int(leaf)] = module
+    else:
+        setattr(owner, leaf, module)
+
+
+# ---- sequence parallelism: what is whole sees this rank's positions only -------------------------------------------
+
+
+def sum_gradients_of_whole(root: nn.Module, cut: set[nn.Module], group: Group) -> None:
+    """Of modules that have parameters and are not in the plan: their own, and not those of what they contain."""
+    for part in root.modules():
+        if part not in cut and any(True for _ in part.parameters(recurse=False)):
+            part.forward = SummedOverPositions(part, group)
+
+
+class SummedOverPositions:
+    """A module's forward, with its parameters' gradients summed over the ranks."""
+
+    def __init__(self, part: nn.Module, group: Group) -> None:
+        self.part, self.group, self.plain = part, group, part.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = dict(self.part.named_parameters(recurse=False))
+        summed_later = _SumTogether.apply(self.group, *own.values())
+        # For the time of this call the module's own attributes stand before its parameters.
+        self.part.__dict__.update(zip(own, summed_later, strict=True))
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            for name in own:
+                del self.part.__dict__[name]
+
+
+class _SumTogether(torch.autograd.Function):
+    """As they are; backward sums all gradients over the ranks in one message."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        total = summed(torch.cat([g.reshape(-1) for g in gradients]), ctx.group)
+        parts = total.split([g.numel() for g in gradients])
+        return None, *(part.view_as(g) for part, g in zip(parts, gradients, strict=True))
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+
+def use_own_numbers(root: nn.Module, cut: set[nn.Module], numbers: OwnNumbers, sequence: bool) -> None:
+    """Between a column and the row that follows it tensors are cut; with sequence parallelism, everywhere."""
+    if sequence:
+        root.register_forward_pre_hook(lambda _, inputs: numbers.enter(inputs[0]) if root.training else None)
+        root.register_forward_hook(lambda *_: numbers.leave(), always_call=True)
+        return
+    for part in cut:
+        if isinstance(part, ColumnParallelLinear) and not part.gather_output:
+            part.register_forward_hook(lambda part, _, output: numbers.enter(output) if part.training else None)
+        elif isinstance(part, RowParallelLinear):
+            part.register_forward_pre_hook(lambda *_: numbers.leave())

@@ -1,0 +1,84 @@
+"""Cross entropy of logits of which each rank has some columns: nobody ever has a whole row.
+
+    loss = log(sum over all v of exp(logit_v)) - logit_target
+
+Each rank has its part of the sum, and one of them has the target's logit. Three numbers per token meet, in two
+messages: the largest logit (so that exp does not overflow), then the sum and the target's logit. Gathered logits would
+be vocabulary / n numbers per token from each rank. Backward sends nothing: softmax minus one at the target, each rank
+for its own columns.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.collectives import all_gather_objects, all_reduce
+from lockstep.data.batch import IGNORED
+from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.parallel.exchange import PURPOSE
+
+MAX = dist.ReduceOp.MAX
+
+
+def vocab_parallel_cross_entropy(
+    logits_part: Tensor, targets: Tensor, process_group: GroupLike = None, start: int | None = None
+) -> Tensor:
+    """Loss of each target, 0 where it is IGNORED (-100), in fp32 or better: the shape of `targets`.
+
+    logits_part: (..., this rank's part of the vocabulary). `start`: the first of its columns; None: the ranks ask each
+    other, and their parts lie end to end.
+    """
+    group = group_of(process_group, "tp")
+    if start is None:
+        widths = all_gather_objects(logits_part.shape[-1], group)
+        start = sum(widths[: group.rank])
+    loss, _ = cross_entropy_of_parts(logits_part, targets, group, start)
+    return loss
+
+
+def cross_entropy_of_parts(logits: Tensor, targets: Tensor, group: Group, start: int) -> tuple[Tensor, Tensor]:
+    """(loss of each target, whether its logit is the largest of all)."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    loss, correct = _CrossEntropy.apply(logits, targets, group, start)
+    return loss, correct
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, start: int) -> tuple[Tensor, Tensor]:
+        width = logits.shape[-1]
+        lowest = torch.finfo(logits.dtype).min
+        largest = logits.amax(-1) if width else torch.full_like(targets, lowest, dtype=logits.dtype)
+        if group.size > 1:
+            all_reduce(largest, MAX, group, purpose=PURPOSE)
+        column = targets - start
+        elsewhere = (column < 0) | (column >= width)
+        column = column.masked_fill(elsewhere, 0)
+        exponentials = (logits - largest.unsqueeze(-1)).exp_()
+        both = torch.zeros(2, *targets.shape, dtype=logits.dtype, device=logits.device)
+        both[0] = exponentials.sum(-1)
+        if width:
+            both[1] = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0.0)
+        if group.size > 1:
+            all_reduce(both, group=group, purpose=PURPOSE)
+        total, target = both
+        ignored = targets == IGNORED
+        loss = (total.log() + largest - target).masked_fill_(ignored, 0.0)
+        correct = (target == largest).logical_and_(~ignored)
+        softmax = exponentials.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(softmax, column, elsewhere, ignored)
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        softmax, column, elsewhere, ignored = ctx.saved_tensors
+        for_logits = softmax.clone()
+        if for_logits.shape[-1]:
+            one = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
+            for_logits.scatter_add_(-1, column.unsqueeze(-1), -one)
+        for_logits.mul_(gradient.masked_fill(ignored, 0.0).unsqueeze(-1))
+        return for_logits, None, None, None
