@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         LocalSGD,
         ShardedDataParallel,
         ShardedOptimizer,
+        pipeline_schedule,
         tensor_parallel,
         vocab_parallel_cross_entropy,
     )
@@ -26,6 +27,7 @@ __all__ = [
     "ShardedDataParallel",
     "ShardedOptimizer",
     "UserError",
+    "pipeline_schedule",
     "shard_batch",
     "tensor_parallel",
     "vocab_parallel_cross_entropy",
@@ -37,6 +39,7 @@ _HOMES = {
     "LocalSGD": "lockstep.parallel",
     "ShardedDataParallel": "lockstep.parallel",
     "ShardedOptimizer": "lockstep.parallel",
+    "pipeline_schedule": "lockstep.parallel",
     "shard_batch": "lockstep.data",
     "tensor_parallel": "lockstep.parallel",
     "vocab_parallel_cross_entropy": "lockstep.parallel",

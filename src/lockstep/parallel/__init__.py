@@ -4,6 +4,7 @@ from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lockstep.parallel.schedule import pipeline_schedule
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.tensor import tensor_parallel
@@ -18,6 +19,7 @@ __all__ = [
     "ShardedDataParallel",
     "ShardedOptimizer",
     "VocabParallelEmbedding",
+    "pipeline_schedule",
     "tensor_parallel",
     "vocab_parallel_cross_entropy",
 ]

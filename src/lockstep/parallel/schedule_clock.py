@@ -1,0 +1,127 @@
+"""When each pass of a schedule would run, if passes took what one says and messages nothing.
+
+What a drawing shows, and what the laws are about: how long a step takes, how long ranks stand idle, how many
+micro-batches they hold. A schedule that cannot be carried out is found out here: everybody waits, and nobody sends.
+"""
+
+from dataclasses import dataclass, field
+
+from lockstep.errors import UserError
+from lockstep.parallel.schedule import PASSES, Instruction, Placement
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a micro-batch's passes through one rank: all its chunks together."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+
+    def of(self, kind: str) -> float:
+        if kind == "backward":
+            return self.backward_input + self.backward_weight
+        cost: float = getattr(self, kind)
+        return cost
+
+
+@dataclass(frozen=True)
+class Span:
+    """A pass, and when it ran."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass
+class Timetable:
+    """All passes of all ranks."""
+
+    ranks: list[list[Span]] = field(default_factory=list)
+
+    @property
+    def span(self) -> float:
+        """From the first pass to the last."""
+        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        return sum(span.end - span.start for span in self.ranks[rank])
+
+    def idle(self, rank: int) -> float:
+        """Of the whole step, ends included."""
+        return self.span - self.busy(rank)
+
+    def idle_inside(self, rank: int) -> float:
+        """Between its first pass and its last."""
+        spans = self.ranks[rank]
+        return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which a rank stands idle; the mean over the ranks."""
+        ranks = len(self.ranks)
+        return sum(self.idle(rank) for rank in range(ranks)) / (ranks * self.span) if self.span else 0.0
+
+
+def timetable(schedule: list[list[Instruction]], placement: Placement, costs: Costs | None = None) -> Timetable:
+    """Every rank does its list in order; a receive waits for what it receives."""
+    costs = costs or Costs()
+    clock = [0.0] * len(schedule)
+    position = [0] * len(schedule)
+    sent: dict[tuple[str, int, int], float] = {}  # (what, part that it is for, micro-batch): when
+    found = Timetable([[] for _ in schedule])
+    waiting = False
+    while not waiting:
+        waiting = True
+        for rank, instructions in enumerate(schedule):
+            while position[rank] < len(instructions):
+                instruction = instructions[position[rank]]
+                if not _done(instruction, rank, placement, costs, clock, sent, found):
+                    break
+                position[rank] += 1
+                waiting = False
+    stuck = [rank for rank, instructions in enumerate(schedule) if position[rank] < len(instructions)]
+    if stuck:
+        first = stuck[0]
+        raise UserError(f"rank {first} waits for ever at {schedule[first][position[first]]}: the schedule deadlocks")
+    return found
+
+
+def _done(
+    instruction: Instruction,
+    rank: int,
+    placement: Placement,
+    costs: Costs,
+    clock: list[float],
+    sent: dict[tuple[str, int, int], float],
+    found: Timetable,
+) -> bool:
+    """Do it, unless it has to wait."""
+    part, i = placement.part(rank, instruction.chunk), instruction.micro_batch
+    match instruction.kind:
+        case "send_activation":
+            sent["activation", part + 1, i] = clock[rank]
+        case "send_gradient":
+            sent["gradient", part - 1, i] = clock[rank]
+        case "receive_activation" | "receive_gradient":
+            what = instruction.kind.removeprefix("receive_")
+            if (what, part, i) not in sent:
+                return False
+            clock[rank] = max(clock[rank], sent[what, part, i])
+        case kind if kind in PASSES:
+            end = clock[rank] + costs.of(kind) / placement.chunks
+            found.ranks[rank].append(Span(instruction, clock[rank], end))
+            clock[rank] = end
+    return True
+
+
+def most_held(instructions: list[Instruction], placement: Placement) -> float:
+    """How many micro-batches' activations a rank holds at once; of a chunk, its share. A micro-batch is held from its
+    forward to the end of its backward, the weights' part included.
+    """
+    held = most = 0
+    for instruction in instructions:
+        held += (instruction.kind == "forward") - (instruction.kind in ("backward", "backward_weight"))
+        most = max(most, held)
+    return most / placement.chunks
