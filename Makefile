@@ -12,7 +12,7 @@ test: lint
 
 # Matrices, and what takes minutes: all layouts to all layouts, verify at 2, 4 and 8 ranks, presets, long runs.
 test-slow: $(INSTALLED)
-	$(BIN)/pytest -q --override-ini addopts= tests/slow
+	$(BIN)/pytest -q -m slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

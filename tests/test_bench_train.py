@@ -289,6 +289,7 @@ def call_elsewhere(world: World) -> tuple[Any, ...]:
     return (*found, [child.pid for child in multiprocessing.active_children()])
 
 
+@pytest.mark.slow
 def test_one_process_begins_with_all_cores() -> None:
     """A rank begins with its share, and cannot have more later on every CPU."""
     threads, variable, process, left = on_ranks(call_elsewhere, 2, timeout=60)[0]
@@ -314,6 +315,7 @@ def test_a_rank_begins_with_the_threads_asked_for() -> None:
 TINY = ["--device", "cpu", "--model.d-model", "16", "--model.layers", "1", "--model.heads", "2", "--model.context", "8"]
 
 
+@pytest.mark.slow
 def test_a_preset_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--csv", str(tmp_path / "x.csv"), "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.svg")]
     words = ["bench", "train", "--preset", "hooks-vs-manual", "--steps", "2", "--warmup", "1", *TINY, *files]
@@ -334,6 +336,7 @@ def test_a_preset_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "<svg" in (tmp_path / "x.svg").read_text()
 
 
+@pytest.mark.slow
 def test_scaling_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--csv", str(tmp_path / "x.csv"), "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.svg")]
     words = ["bench", "scaling", "--world-size", "2", "1", "--steps", "2", "--warmup", "1", *TINY, *files]

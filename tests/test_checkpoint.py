@@ -70,6 +70,7 @@ def session(world: World, loads: list[tuple[str, str, str]], saves: list[str], b
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_layout_loads_every_other(tmp_path: Path) -> None:
     """1, 2 and 3 ranks; the slow tier has every strategy with every other."""
@@ -231,6 +232,7 @@ def _no_semaphores_left() -> Iterator[None]:
         name.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_semaphores_left")
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint_and_sigterm_saves(tmp_path: Path) -> None:
     """Killed while it saves every third step, twice; then ended by SIGTERM; each time the next goes on."""

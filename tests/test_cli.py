@@ -100,6 +100,7 @@ def test_verify_says_what_it_found() -> None:
     assert "2 of 2 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_ticks_every_equal_strategy(tmp_path: Path) -> None:
     done = lockstep("demo", "--epochs", "1", "--device", "cpu", "--run-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

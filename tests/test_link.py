@@ -65,6 +65,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_possible(parse_link("1gbit"))
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_the_shaped_rate_shows_between_nodes_and_not_inside(tmp_path: Path) -> None:
     before = network()
@@ -88,6 +89,7 @@ def test_the_shaped_rate_shows_between_nodes_and_not_inside(tmp_path: Path) -> N
     assert network() == before
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_latency_shows_and_training_is_equal_over_it() -> None:
     flags = ("--strategies", "bucketed", "--steps", "1")
@@ -102,6 +104,7 @@ def test_latency_shows_and_training_is_equal_over_it() -> None:
     assert 20_000 < latency < 60_000  # us
 
 
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(how: signal.Signals) -> None:
@@ -122,6 +125,7 @@ def test_nothing_is_left_however_it_ends(how: signal.Signals) -> None:
     assert network() == before
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_mistake_inside_the_nodes_is_one_line() -> None:
     process = lockstep("bench", "train", "--link", "1gbit", "--data.name", "mnist", "--data.no-download")

@@ -43,6 +43,7 @@ def short(**changes: Any) -> Config:
     return Config(model=SMALL, train=Train(**settings))
 
 
+@pytest.mark.slow
 def test_the_digits_reach_98_percent_with_one_process_and_with_two(tmp_path: Path) -> None:
     config = load_config("configs/digits_cnn.yaml")
     results: dict[int, TrainResult] = {}

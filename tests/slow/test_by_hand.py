@@ -25,6 +25,8 @@ from lockstep.strategies import available_strategies, strategy_named
 from lockstep.training.prepare import load_data, prepare_strategy
 from tests.ranks import left_in_shm, on_ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TRAIN = [
     *("train", "--model.name", "mlp", "--model.layers", "3", "--model.width", "16", "--device", "cpu"),

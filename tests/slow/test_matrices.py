@@ -16,6 +16,8 @@ from lockstep.verify import Request, Verdict, verify
 from tests.ranks import on_ranks
 from tests.test_checkpoint import session
 
+pytestmark = pytest.mark.slow
+
 EXACT = [name for name in available_strategies() if name != "single"]
 
 
