@@ -10,6 +10,7 @@ from lockstep.layout.world import World
 from lockstep.training.loop import train
 
 
+@pytest.mark.slow
 def test_compile_trains_alike() -> None:
     settings = Train(batch_size=8, steps=3, log_every=1, optimizer="adamw", lr=1e-3)
     graphs = {}

@@ -163,6 +163,7 @@ def script(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_are_adopted_on_two_nodes(script: str) -> None:
     port = free_port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
@@ -254,6 +255,7 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals) 
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     """While ranks are busy with a step of many seconds, the first one waits for its end; the second does not."""
     command = [sys.executable, "-m", "lockstep", "train", "--nproc", "2", "--device", "cpu", "--model.name", "mlp"]

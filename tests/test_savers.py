@@ -52,6 +52,7 @@ def savers_and_configs(world: World) -> tuple[list[Verdict], dict[str, int]]:
     return verify(world, Request(names, steps=2, savers=True)), start_each_config(world)
 
 
+@pytest.mark.slow
 def test_every_saver_with_every_kind_of_sharding_and_every_config() -> None:
     verdicts, started = on_ranks(savers_and_configs, 2, timeout=110)[0]
     for verdict in verdicts:

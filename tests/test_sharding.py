@@ -338,6 +338,7 @@ def test_two_ranks() -> None:
     on_ranks(run_checks, 2, checks, timeout=110)
 
 
+@pytest.mark.slow
 def test_three_ranks_over_gloo() -> None:
     launch = Launch(nproc=3, device="cpu", timeout=110, backend="gloo")
     run_on_ranks(run_checks, ("stages_1_and_2", "stage_3"), launch=launch)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lockstep.bench.train import Case
 from lockstep.config import Config
 from lockstep.measure.timing import Timing
+from lockstep.strategies import strategy_name
 from lockstep.words import counted
 
 Mode = Literal["strong", "weak"]
@@ -27,7 +28,7 @@ def scaling_cases(config: Config, modes: tuple[Mode, ...], sizes: tuple[int, ...
         for size in sizes:
             batch = config.train.batch_size * (size if mode == "weak" else 1)
             scaled = replace(config, train=replace(config.train, batch_size=batch))
-            name = config.parallel.data
+            name = strategy_name(config.parallel)
             cases.append(Case(f"{mode} {size}", name, scaled, ranks=size, details={"mode": mode}))
     return cases
 

@@ -23,6 +23,7 @@ import re
 import shutil
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,7 @@ def snapshot(state: dict[str, Any]) -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Held):
-        return Held(value.tensor.to("cpu", copy=True), value.region)
+        return replace(value, parameter=value.tensor.to("cpu", copy=True))
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

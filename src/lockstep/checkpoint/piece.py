@@ -21,16 +21,16 @@ class TensorPiece(torch.Tensor):
     """A tensor to whoever plans a checkpoint, and a description to everybody else: one cannot compute with it."""
 
     @staticmethod
-    def __new__(cls, held: Held) -> "TensorPiece":
+    def __new__(cls, held: Held, to_save: bool = False) -> "TensorPiece":
         piece: TensorPiece = torch.Tensor._make_wrapper_subclass(
             cls, held.region.shape, dtype=held.tensor.dtype, device=held.tensor.device
         )
         return piece
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, to_save: bool = False) -> None:
         self.elements = held.tensor
-        parts = zip(held.region.boxes, held.region.views(held.tensor), strict=True)
-        self._boxes = {torch.Size(box.offsets): part for box, part in parts}
+        boxes = held.answers_for if to_save and held.answers_for is not None else held.region.boxes
+        self._boxes = {torch.Size(box.offsets): held.region.view(held.tensor, box) for box in boxes}
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

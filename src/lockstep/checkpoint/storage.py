@@ -128,7 +128,13 @@ def write(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) 
     planner = DefaultSavePlanner(flatten_state_dict=False)  # names are flat already
     writer = FileSystemWriter(folder, sync_files=True)
     with _plainly():
-        dcp.save(_pieces(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        dcp.save(
+            _pieces(state, to_save=True),
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def saved_names(folder: Path) -> set[str]:
@@ -159,8 +165,8 @@ def read_into(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | No
             state[name] = value
 
 
-def _pieces(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: TensorPiece(value) if isinstance(value, Held) else value for name, value in state.items()}
+def _pieces(state: dict[str, Any], to_save: bool = False) -> dict[str, Any]:
+    return {name: TensorPiece(value, to_save) if isinstance(value, Held) else value for name, value in state.items()}
 
 
 def _one_line(error: Exception) -> str:

@@ -29,7 +29,8 @@ from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
 from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link, without_flag
 from lockstep.models import build_model, parameter_count
-from lockstep.strategies import STRATEGIES, check_parallel
+from lockstep.strategies import check_parallel, degrees_of
+from lockstep.strategies.tensor import check_tensor
 
 T = TypeVar("T")
 
@@ -87,18 +88,22 @@ def check_before_ranks(config: Config, launch: Launch, default_nproc: int) -> No
     device = "cpu" if launch.device == "cpu" or not torch.cuda.is_available() else "cuda"
     parallel, train = config.parallel, config.train
     check_parallel(parallel, device, train.precision, train.compile != "none")
-    STRATEGIES[parallel.data].degrees(parallel, max(1, ranks))
-    check_size(config)
+    degrees_of(parallel, max(1, ranks))
+    check_model(config)
 
 
-def check_size(config: Config) -> None:
-    """A model whose parameters alone exceed the machine's memory many times over is a mistake in a number."""
+def check_model(config: Config) -> None:
+    """A model whose parameters alone exceed the machine's memory many times over is a mistake in a number; and degrees
+    must divide what they cut.
+    """
     data, model = config.data, config.model
     spec = DataSpec("images", data.shape if data.name == "synthetic" and len(data.shape) == 3 else (3, 32, 32), 10)
     if isinstance(model, GPT):
         spec = DataSpec("tokens", (model.context,), model.vocabulary or 256)
     with torch.device("meta"):
-        parameters = parameter_count(build_model(model, spec))
+        built = build_model(model, spec)
+    check_tensor(built, config.parallel.tp, config.parallel.sequence)
+    parameters = parameter_count(built)
     room = psutil.virtual_memory().total
     if parameters * 4 > LARGEST * room:
         raise UserError(

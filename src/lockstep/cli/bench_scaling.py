@@ -19,6 +19,7 @@ from lockstep.launch import adopt_environment, run_on_ranks
 from lockstep.launch.cores import available_cores
 from lockstep.measure.timing import Timing
 from lockstep.results.record import Record
+from lockstep.strategies import strategy_name
 from lockstep.words import counted
 
 
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> int:
             serial = amdahl_fit([p for p in found if p.mode == "strong" and p.ranks <= slots])
             result = {"points": [p.as_row() for p in found], "sentences": lines, "serial": serial}
             result |= {"slots": slots, "threads": threads}
-            title = f"{config.parallel.data}, {' and '.join(arguments.modes)}"
+            title = f"{strategy_name(config.parallel)}, {' and '.join(arguments.modes)}"
             Record("bench scaling", result, asdict(config), title=title).write(Path(arguments.json))
     return 0
 

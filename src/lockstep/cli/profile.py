@@ -12,6 +12,7 @@ from lockstep.launch import run_on_ranks
 from lockstep.profile import Profile, profile_steps
 from lockstep.profile.diagnosis import KINDS, words
 from lockstep.results.record import Record
+from lockstep.strategies import strategy_name
 from lockstep.training.metrics import writing_to
 from lockstep.words import counted
 
@@ -68,7 +69,7 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
     ranks = len(found.diagnoses)
     kinds = [kind for kind in KINDS if kind in found.diagnoses[0].shares]
     table = new_table(
-        f"{config.model.name}, {found.parameters:,} parameters, {config.parallel.data}",
+        f"{config.model.name}, {found.parameters:,} parameters, {strategy_name(config.parallel)}",
         ("rank",),
         ("step\nms", *(f"{kind}\n% of it" for kind in kinds)),
     )
@@ -89,7 +90,7 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
         screen.print(line, highlight=False, soft_wrap=True)
     written = [folder / TRACE, folder / RECORD, *([snapshot] if snapshot else [])]
     result = {"diagnoses": found.diagnoses, "timelines": found.timelines, "words": lines}
-    title = f"{config.parallel.data}, {counted(ranks, 'rank')}"
+    title = f"{strategy_name(config.parallel)}, {counted(ranks, 'rank')}"
     with writing_to(folder):
         Record("profile", result, asdict(config), title=title).write(folder / RECORD)
     screen.print(f"written: {', '.join(map(str, written))} ({found.events:,} events in the trace)", soft_wrap=True)

@@ -102,8 +102,11 @@ class Entry:
         return wire_factor(self.operation, self.group_size) * self.nbytes
 
 
-MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers")
-"""Traffic that grows with the model."""
+DATA_PURPOSES = ("gradients", "parameters", "flags", "buffers")
+"""Traffic along the data axes: it grows with the model."""
+
+MODEL_PURPOSES = (*DATA_PURPOSES, "activations")
+"""And along the axes that cut the model, which grows with the batch too."""
 
 STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
 """What a step waits for. The loss travels too, but only whoever reads it waits."""
@@ -151,8 +154,8 @@ class Ledger:
     def of(self, *purposes: str) -> list[Entry]:
         return [e for e in self.entries if e.purpose in purposes]
 
-    def traffic(self) -> Traffic:
-        entries = self.of(*MODEL_PURPOSES)
+    def traffic(self, *purposes: str) -> Traffic:
+        entries = self.of(*(purposes or MODEL_PURPOSES))
         parameters = sum(e.wire_bytes for e in entries if e.purpose == "parameters")
         return Traffic(len(entries), sum(e.wire_bytes for e in entries), parameters)
 

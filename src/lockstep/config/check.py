@@ -49,6 +49,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "parallel.shard_size": (1, COUNT),
     "parallel.replicate": (-1, COUNT),
     "parallel.shard": (-1, COUNT),
+    "parallel.tp": (1, COUNT),
     "parallel.prefetch": (0, COUNT),
     "parallel.topk_ratio": (1e-9, 1),
     "parallel.powersgd_rank": (1, WIDTH),

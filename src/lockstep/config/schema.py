@@ -170,6 +170,10 @@ class Parallel:
     """Ranks that hold one copy together. -1: the rest. None: under zero1 to fsdp all, or what replicate leaves."""
     shard_size: int | None = None
     """Ranks that hold one copy together under HYBRID_SHARD. None: those of a machine; on one machine, half of them."""
+    tp: int = 1
+    """Tensor parallel: ranks that have other rows or columns of the same matrices, and read the same samples."""
+    sequence: bool = False
+    """With tp: what lies between the matrices is cut too, along its positions (sequence parallel)."""
     reduce_dtype: Literal["fp32", "compute"] = "fp32"
     """What zero3 and fsdp reduce gradients in, where they compute in bf16 or fp16."""
     prefetch: int = 1

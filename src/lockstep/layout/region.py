@@ -18,7 +18,7 @@ Checkpoints, the gradient's norm, `verify` and the account of memory all derive 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -47,6 +47,30 @@ class Box:
         """The fewest boxes that cover elements `start` to `stop` of this one, row-major, in order."""
         found = _boxes(self.sizes, start, stop)
         return [Box(tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True)), box.sizes) for box in found]
+
+    def common(self, other: "Box") -> "Box | None":
+        """What both have."""
+        offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        sizes = tuple(min(a + m, b + n) - o for o, (a, m, b, n) in zip(offsets, ends, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def minus(self, other: "Box") -> "list[Box]":
+        """What this one has and the other has not: before it and behind it, one dimension after the other."""
+        common = self.common(other)
+        if common is None:
+            return [self]
+        left: list[Box] = []
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for d, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+            end = offsets[d] + sizes[d]
+            for first, last in ((offsets[d], start), (start + size, end)):
+                if first < last:
+                    left.append(
+                        Box((*offsets[:d], first, *offsets[d + 1 :]), (*sizes[:d], last - first, *sizes[d + 1 :]))
+                    )
+            offsets[d], sizes[d] = start, size
+        return left
 
 
 @dataclass(frozen=True)
@@ -98,6 +122,17 @@ class Region:
             begin += box.numel
         return Region(self.shape, tuple(found))
 
+    def within(self, inner: "Region") -> "Region":
+        """What `inner`, a region of what this one holds, is of the whole tensor: all of it, or some of its rows."""
+        if inner.is_whole:
+            return self
+        row = prod(inner.shape[1:])
+        if not inner.boxes:
+            return self.part(0, 0)
+        (box,) = inner.boxes
+        assert box.sizes[1:] == inner.shape[1:], "rows are whole"
+        return self.part(box.offsets[0] * row, (box.offsets[0] + box.sizes[0]) * row)
+
     def read(self, whole: Tensor) -> Tensor:
         """This region's elements of the whole tensor: one row, in the order of its memory."""
         if self.is_whole:
@@ -109,6 +144,23 @@ class Region:
         """Put what is held into its place in the whole tensor."""
         for box, part in zip(self.boxes, self.views(held), strict=True):
             whole[box.slices].copy_(part)
+
+    def minus(self, others: "Iterable[Region]") -> tuple[Box, ...]:
+        """What none of the others has."""
+        left = list(self.boxes)
+        for other in others:
+            if other == self:
+                return ()
+            for theirs in other.boxes:
+                left = [box for mine in left for box in mine.minus(theirs)]
+        return tuple(left)
+
+    def view(self, held: Tensor, box: Box) -> Tensor:
+        """A box that lies in one of this region's, of the rank's own memory."""
+        for mine, part in zip(self.boxes, self.views(held), strict=True):
+            if mine.common(box) == box:
+                return part[Box(tuple(a - b for a, b in zip(box.offsets, mine.offsets, strict=True)), box.sizes).slices]
+        raise AssertionError(f"{box} is in none of {self.boxes}")
 
     def views(self, held: Tensor) -> list[Tensor]:
         """Each box of the rank's own memory, in its shape."""
@@ -156,6 +208,8 @@ class Held:
     parameter: Tensor
     """Also the key of its state in an optimizer."""
     region: Region
+    answers_for: tuple[Box, ...] | None = None
+    """What this rank saves of it, where ranks hold overlapping boxes; None: all of it, as do others with the same."""
 
     @property
     def tensor(self) -> Tensor:
@@ -167,12 +221,17 @@ class Held:
         another shape (a step count) is no region of anything.
         """
         mine = local(tensor)
-        return Held(mine, self.region) if mine.shape == self.tensor.shape else mine
+        return replace(self, parameter=mine) if mine.shape == self.tensor.shape else mine
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """DTensor takes long to import."""
+    return hasattr(tensor, "to_local")
 
 
 def local(tensor: Any) -> Tensor:
     """What this rank holds of a DTensor; a plain tensor as it is."""
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # DTensor takes long to import
+    found: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return found.detach()
 
 
@@ -185,9 +244,15 @@ def held_as(parameter: Tensor, region: Region) -> nn.Parameter:
 
 
 def region_of(tensor: Any) -> Region:
-    """What a parameter says itself, or a DTensor; any other tensor is whole."""
-    if not hasattr(tensor, "to_local"):
+    """What somebody has left of it who cut it (`held_as`), or what a DTensor says itself; any other tensor is whole."""
+    if not is_dtensor(tensor):
         said: Region | None = getattr(tensor, "region", None)
         return said or Region.whole(tensor.shape)
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
     return Region(tuple(tensor.shape), tuple(box for box in boxes if box.numel))
+
+
+def overlapping(regions: list[Region]) -> bool:
+    """Some element is in two boxes that are not the same."""
+    boxes = {box for region in regions for box in region.boxes}
+    return sum(box.numel for box in boxes) > prod(regions[0].shape)

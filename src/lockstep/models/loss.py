@@ -14,6 +14,8 @@ MANY_CLASSES = 1024
 """From here on the outputs are large enough for kernels of our own."""
 LossSum = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> the sum of the losses."""
+Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(outputs, targets) -> (the sum of the losses, correct predictions)."""
 
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ def loss_for(kind: Kind) -> LossSum:
     return squared_error_sum if kind == "regression" else cross_entropy_sum
 
 
-def with_correct_count(loss: LossSum) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def with_correct_count(loss: LossSum) -> Measure:
     """(outputs, targets) -> (sum of losses, correct predictions): one function, so that it can be compiled as one.
 
     The loss is taken in fp32 or better, whatever the outputs come in.

@@ -32,7 +32,7 @@ from lockstep.comm.collectives import (
 )
 from lockstep.comm.ledger import about
 from lockstep.layout.group import Group
-from lockstep.layout.region import Region
+from lockstep.layout.region import Region, region_of
 from lockstep.parallel.flat import FlatLayout, Piece
 
 Owner = tuple[nn.Module, str]
@@ -90,6 +90,8 @@ class ShardUnit:
         self.rank = 0 if replicated else group.rank
         like = self.parameters[0]
         self.shapes = [p.shape for p in self.parameters]
+        self.regions = [region_of(p) for p in self.parameters]
+        """Of the model's tensors, before this unit cuts them: other axes may have cut them already."""
         floating = like.dtype.is_floating_point
         self.dtype = placement.compute_dtype if placement.compute_dtype is not None and floating else like.dtype
         narrow = self.dtype.itemsize < 4  # what is computed in fp32 or better is reduced in it
@@ -153,7 +155,7 @@ class ShardUnit:
 
     def region(self, index: int) -> Region:
         """What this rank holds of a parameter."""
-        whole = Region.whole(self.shapes[index])
+        whole = self.regions[index]
         if self.replicated:
             return whole
         piece = self.pieces.get(index)

@@ -3,6 +3,7 @@
 `parallelize(model, layout, options)` gives a `ParallelModel`; `STRATEGIES` is the table of all engines.
 """
 
+from lockstep.strategies.axes import strategy_name
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.options import Options
 from lockstep.strategies.parallel_model import ParallelModel
@@ -13,6 +14,7 @@ from lockstep.strategies.table import (
     VARIANTS,
     available_strategies,
     check_parallel,
+    degrees_of,
     expected_traffic,
     strategy_named,
     strategy_names,
@@ -27,9 +29,11 @@ __all__ = [
     "StepResult",
     "available_strategies",
     "check_parallel",
+    "degrees_of",
     "expected_traffic",
     "make_layout",
     "parallelize",
+    "strategy_name",
     "strategy_named",
     "strategy_names",
 ]

@@ -42,6 +42,7 @@ class DeepSpeed(Engine):
 
     axis = "shard"
     variants = ("zero1", "zero2")
+    model_axes = ()
     offloads = ("cpu", "nvme")
     package = "deepspeed"
     verified_in = "fp32"

@@ -18,6 +18,7 @@ from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held, Layout
 from lockstep.layout.region import region_of
+from lockstep.models.loss import Measure
 from lockstep.strategies.law import Law
 from lockstep.strategies.options import Options
 from lockstep.strategies.theory import ModelSizes, Theory
@@ -39,6 +40,8 @@ class Engine(ABC):
     """The axis that takes all ranks, unless degrees are given: ranks hold copies, or (shard) parts."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Options, as in bucketed+topk, that comparisons list as rows of their own."""
+    model_axes: ClassVar[tuple[str, ...]] = ("tp",)
+    """Axes that cut the model itself, with which it can be combined."""
     takes_compression: ClassVar[bool] = False
     """And an all-reduce algorithm."""
     shardings: ClassVar[tuple[str, ...]] = ("FULL_SHARD",)
@@ -70,7 +73,9 @@ class Engine(ABC):
 
     @classmethod
     def degrees(cls, parallel: Parallel, ranks: int) -> Degrees:
-        """What `parallel` asks for; what it leaves open goes to this engine's axis."""
+        """How `ranks`, what the axes of the model leave, lie along the data axes; what `parallel` leaves open goes to
+        this engine's axis.
+        """
         if cls.axis == "shard" and (parallel.replicate or 1) != 1:
             raise UserError(
                 f"parallel.replicate {parallel.replicate} does not go with parallel.data {parallel.data}, which shards "
@@ -116,6 +121,8 @@ class Engine(ABC):
     module: nn.Module
     """What to call in forward: the model, or a wrapper of it."""
     optimizer: torch.optim.Optimizer
+    measure: Measure | None = None
+    """What takes the loss where outputs are cut; None: the ordinary one."""
     casts = False
     """It computes in the right precision by itself: no autocast."""
     host_decides = False

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lockstep.config import Parallel
 from lockstep.config.schema import Sharding
 from lockstep.errors import UserError
-from lockstep.layout import Degrees
+from lockstep.layout import Degrees, Held
+from lockstep.layout.region import is_dtensor, region_of
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.sharded_module import OUTSIDE
 from lockstep.parallel.wrapper import broadcast_module
@@ -80,6 +81,8 @@ class FSDP(Engine):
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage
+        self.cuts = {name: region_of(p) for name, p in stage.named_parameters()}
+        """What other axes have left of each parameter: `fully_shard` makes new ones, of that."""
         on_meta = any(p.device.type == "meta" for p in stage.parameters())
         if not on_meta:
             broadcast_module(stage, self.layout.gradient)  # fully_shard takes each rank's own weights
@@ -122,6 +125,10 @@ class FSDP(Engine):
             if name != first:
                 home, _, leaf = name.rpartition(".")
                 setattr(stage.get_submodule(home), leaf, stage.get_parameter(first))
+
+    def held(self) -> dict[str, Held]:
+        named = self.model.named_parameters()
+        return {n: Held(p, self.cuts[n].within(region_of(p)) if is_dtensor(p) else self.cuts[n]) for n, p in named}
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Without a backward nobody reshards what forward has gathered, and state is read from sharded parameters."""

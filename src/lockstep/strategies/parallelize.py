@@ -1,6 +1,6 @@
 """From a plain model on one device to one that is spread over the ranks: one function, in one fixed order.
 
-1. cut into stages, tensor parallel, context parallel: nothing yet; models know nothing of ranks, so they will come here
+1. tensor parallel: by the model's own plan; the model knows nothing of ranks
 2. recompute: activation checkpointing, around the blocks' own forward
 3. compile: inside the blocks, so that the hooks of what comes next stay outside
 4. the data engine: wraps or shards what is there, and makes the optimizer for what is left to train on this rank
@@ -21,12 +21,13 @@ from lockstep.strategies.compiling import compile_blocks, compile_model
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.options import Options
 from lockstep.strategies.parallel_model import ParallelModel
-from lockstep.strategies.table import STRATEGIES, Table, check_parallel, engine_named
+from lockstep.strategies.table import STRATEGIES, Table, check_parallel, degrees_of
+from lockstep.strategies.tensor import cut_tensors
 
 
 def make_layout(world: World, parallel: Parallel, table: Table = STRATEGIES) -> Layout:
     """What the config asks for, over the ranks that there are."""
-    return Layout(world, engine_named(parallel.data, table).degrees(parallel, world.size))
+    return Layout(world, degrees_of(parallel, world.size, table))
 
 
 def parallelize(
@@ -45,6 +46,7 @@ def parallelize(
         else:
             model = model.build()
     parameters = parameter_count(model)
+    engine.measure = cut_tensors(model, layout.group("tp"), options.parallel.sequence, options.loss)
     recompute(model, options.recompute, options.recompute_every)
     model.to(None if tensors is not None else layout.world.device, options.dtype)
     if engine.fills_parts:  # it shards block by block

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from lockstep.config import Parallel
 from lockstep.layout import Held, Region
+from lockstep.layout.region import region_of
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
-from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.sharded_optimizer import OwnedPiece, ShardedOptimizer
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes, gather_factor, padded
 
@@ -81,14 +82,14 @@ class ShardedState(Engine):
     def trained(self) -> dict[str, Held]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return {
-            names[owned.parameter]: Held(owned.shard, self._region(owned.parameter, owned.piece.inside))
+            names[owned.parameter]: Held(owned.shard, self._region(owned))
             for owned in self.optimizer.owned()
             if owned.parameter in names
         }
 
     @staticmethod
-    def _region(parameter: nn.Parameter, inside: slice) -> Region:
-        return Region.whole(parameter.shape).part(inside.start, inside.stop)
+    def _region(owned: OwnedPiece) -> Region:
+        return region_of(owned.parameter).part(owned.piece.inside.start, owned.piece.inside.stop)
 
     def gradient_memory(self) -> list[Tensor]:
         return [bucket.buffer if self.stage == 1 else bucket.own for bucket in self.module.buckets]

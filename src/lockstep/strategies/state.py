@@ -8,6 +8,7 @@ A value is a whole tensor where every rank has all of it, or a `Held`: memory, a
 what one engine has saved any other can load.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather, all_gather_objects
 from lockstep.errors import UserError
-from lockstep.layout import Group, Held, Region
-from lockstep.layout.region import local
+from lockstep.layout import Box, Group, Held, Region
+from lockstep.layout.region import local, overlapping
 from lockstep.parallel.wrapper import broadcast_buffers
 from lockstep.strategies.engine import Engine
 
@@ -48,17 +49,31 @@ class RegionState:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.rank = engine, engine.layout.world.rank
+        self._answers: dict[str, dict[str, tuple[Box, ...]]] = {}
 
     def before_saving(self) -> None:
         broadcast_buffers(self.engine.model, self.engine.layout.batch)
 
     def state_dict(self) -> dict[str, Leaf]:
         engine, only_trained = self.engine, self.engine.options.save_trained_only
+        held, trained = self._answering("held", engine.held()), self._answering("trained", engine.trained())
         return {
-            **model_leaves(engine.model, engine.held(), only_trained),
-            **optimizer_leaves(engine.local_optimizer, engine.trained()),
+            **model_leaves(engine.model, held, only_trained),
+            **optimizer_leaves(engine.local_optimizer, trained),
             f"own.{self.rank}": engine.own_state(),
         }
+
+    def _answering(self, what: str, mine: dict[str, Held]) -> dict[str, Held]:
+        """Where boxes of several ranks overlap, the first one saves what they share. Ranks find that out once."""
+        if what not in self._answers:
+            group = self.engine.layout.norm
+            everyone = all_gather_objects({name: held.region for name, held in mine.items()}, group)
+            self._answers[what] = {
+                name: held.region.minus(theirs[name] for theirs in everyone[: group.rank] if name in theirs)
+                for name, held in mine.items()
+                if overlapping([theirs[name] for theirs in everyone if name in theirs])
+            }
+        return {name: replace(held, answers_for=self._answers[what].get(name)) for name, held in mine.items()}
 
     def to_load(self, saved: set[str]) -> dict[str, Leaf]:
         initialize_state(self.engine.local_optimizer)

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
+from math import prod
 
 from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
 from lockstep.errors import UserError
+from lockstep.layout import Degrees
+from lockstep.strategies.axes import model_degrees, with_axes
 from lockstep.strategies.data_parallel import HandWritten
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
@@ -52,7 +55,12 @@ def engine_named(data: str, table: Table = STRATEGIES) -> type[Engine]:
 
 
 def strategy_named(name: str, parallel: Parallel | None = None, table: Table = STRATEGIES) -> Parallel:
-    """`bucketed+topk` -> the Parallel section that asks for it, on top of `parallel`."""
+    """`bucketed+topk`, `zero3,tp=2` -> the Parallel section that asks for it, on top of `parallel`."""
+    data, *axes = name.split(",")
+    return with_axes(_data_named(data, parallel, table), axes, name)
+
+
+def _data_named(name: str, parallel: Parallel | None, table: Table) -> Parallel:
     base, _, option = name.partition("+")
     if base not in table:
         raise UserError(f"strategy {name!r} does not exist; there are {', '.join([*STRATEGIES, *VARIANTS])}")
@@ -70,6 +78,19 @@ def available_strategies() -> list[str]:
     """Every strategy and variant, but for those that need a package that is not installed."""
     missing = {name for name, e in STRATEGIES.items() if e.package is not None and find_spec(e.package) is None}
     return [name for name in (*STRATEGIES, *VARIANTS) if name.partition("+")[0] not in missing]
+
+
+def degrees_of(parallel: Parallel, ranks: int, table: Table = STRATEGIES) -> Degrees:
+    """What `parallel` asks for: the axes that cut the model as they are, the rest of the ranks by the engine."""
+    axes = model_degrees(parallel)
+    product = prod(axes.values())
+    if ranks % product:
+        said = " x ".join(f"{axis}={degree}" for axis, degree in axes.items() if degree > 1)
+        raise UserError(
+            f"{said} does not divide the {ranks} ranks; start a multiple of {product}, or give other degrees"
+        )
+    data = engine_named(parallel.data, table).degrees(parallel, ranks // product)
+    return replace(data, **axes) if product == 1 else replace(data, **axes).resolve(ranks)
 
 
 def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
@@ -92,6 +113,12 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
     """Refuse what a strategy does not have, with the reason; before any rank starts, where the config is known."""
     data, offload = parallel.data, parallel.offload
     engine = engine_named(data, table)
+    for axis, degree in model_degrees(parallel).items():
+        if degree > 1 and axis not in engine.model_axes:
+            who = ", ".join(name for name, other in STRATEGIES.items() if axis in other.model_axes)
+            raise UserError(f"parallel.{axis} {degree} does not go with parallel.data {data}; use {who}")
+    if parallel.sequence and parallel.tp == 1:
+        raise UserError("parallel.sequence cuts what lies between matrices that parallel.tp cuts, and that is 1")
     for option, neutral in (("compression", "none"), ("algorithm", "native")):
         chosen = getattr(parallel, option)
         if chosen != neutral and not engine.takes_compression:

@@ -5,6 +5,7 @@ wire, an all-gather to S bytes and a reduce-scatter of S bytes S(n-1)/n. Each en
 class (`Engine.traffic`), for one dtype, no buffers, and every parameter used.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -31,6 +32,16 @@ class Theory:
 
 
 NOTHING = Theory(0, 0.0)
+
+
+def added(theories: Iterable[Theory | None]) -> Theory | None:
+    """Of several axes together; None where one of them has no closed form."""
+    found = list(theories)
+    known = [theory for theory in found if theory is not None]
+    if len(known) < len(found):
+        return None
+    counts = [theory.collectives for theory in known if theory.collectives is not None]
+    return Theory(sum(counts) if len(counts) == len(known) else None, sum(theory.wire_bytes for theory in known))
 
 
 @dataclass

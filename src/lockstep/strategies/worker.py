@@ -3,8 +3,8 @@
 The meaning of a step. The reference is one process that takes the whole global batch, the mean loss over all its
 targets (samples, or tokens that are not padding), one backward, one clip, one optimizer step. Every engine at every
 degree gives that loss, those gradients and those weights, also when shares and micro-batches differ in size. So
-everything is weighted by counts, never by ranks: with C targets in the global batch and n ranks that read different
-samples, each micro-batch's loss is its sum times n / C, and the mean over the ranks is the mean over the targets.
+everything is weighted by counts, never by ranks: with C targets in the global batch and n ranks whose gradients meet,
+each micro-batch's loss is its sum times n / C, and the mean over the ranks is the mean over the targets.
 
 What is sent besides gradients and parameters: the counts (16 bytes, issued before forward, waited for before the first
 backward), the loss (16 bytes, in flight during the last backward, waited for by whoever reads it), and the norm's
@@ -57,7 +57,7 @@ class Worker:
         self.engine, self.layout, self.options = engine, engine.layout, engine.options
         self.device = self.layout.world.device
         self.ledger, self.phases = Ledger(self.device), Phases(self.device)
-        self.measure = compiled(with_correct_count(self.options.loss), self.options)
+        self.measure = engine.measure or compiled(with_correct_count(self.options.loss), self.options)
         self.loss_scale = LossScale() if self.options.precision == "fp16" else None
         self.stop_requested = False
         """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
@@ -132,7 +132,7 @@ class Worker:
 
     def _weighted(self, loss_sum: Tensor, micro_batch: Batch, count: Tensor) -> Tensor:
         """By its share of the global batch's targets."""
-        weight = self.layout.batch.size / count.clamp(min=1) * (0.0 if micro_batch.filler else 1.0)
+        weight = self.layout.gradient.size / count.clamp(min=1) * (0.0 if micro_batch.filler else 1.0)
         # A loss that is not finite must reach every rank, but backward looks at the loss's slope, not its value:
         # 0 * loss is 0 or NaN, and makes all gradients NaN.
         loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)

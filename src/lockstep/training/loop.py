@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.measure.peak import peak_flops, slow_bf16
 from lockstep.results.record import Record
-from lockstep.strategies import ParallelModel, StepResult
+from lockstep.strategies import ParallelModel, StepResult, strategy_name
 from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.strategies.step import Phases
 from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
@@ -242,12 +242,10 @@ class Run:
 
     def _announce(self) -> None:
         world, config = self.world, self.config
-        chosen = ((config.parallel.algorithm, "native"), (config.parallel.compression, "none"))
-        options = "".join(f"+{option}" for option, neutral in chosen if option != neutral)
         self.console.print(
             f"[bold]{config.model.name}[/] ({self.strategy.parameters:,} parameters) on "
             f"[bold]{self.dataset.name}[/] ({len(self.dataset.train):,} samples), strategy "
-            f"[bold]{config.parallel.data}{options}[/], {counted(world.size, 'rank')} "
+            f"[bold]{strategy_name(config.parallel)}[/], {counted(world.size, 'rank')} "
             f"on {world.device.type} ({world.backend}), "
             f"global batch {config.train.batch_size}, {config.train.precision}"
         )

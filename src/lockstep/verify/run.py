@@ -5,16 +5,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from rich.progress import Progress
 
-from lockstep.comm.ledger import Traffic
+from lockstep.comm.ledger import DATA_PURPOSES, Traffic
 from lockstep.config import Model, Parallel
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.strategies import STRATEGIES, ParallelModel, expected_traffic, strategy_named
+from lockstep.strategies.axes import model_degrees
 from lockstep.strategies.table import Table
-from lockstep.strategies.theory import ModelSizes, Theory
+from lockstep.strategies.tensor import activation_traffic, cut_tensors
+from lockstep.strategies.theory import ModelSizes, Theory, added
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
 from lockstep.verify.laws import check_law
-from lockstep.verify.scenarios import Scenario, saver_scenarios, scenarios_for
+from lockstep.verify.scenarios import Scenario, cut_scenarios, saver_scenarios, scenarios_for
 from lockstep.words import counted
 
 BUCKET_MB = 0.01
@@ -67,8 +69,7 @@ def verify(world: World, request: Request, table: Table | None = None) -> list[V
 
     `table` replaces STRATEGIES, for strategies that are not in it (yet).
     """
-    scenarios = saver_scenarios(request.model) if request.savers else scenarios_for(request.model)
-    proofs = Proofs(world, request, scenarios, table or STRATEGIES)
+    proofs = Proofs(world, request, None, table or STRATEGIES)
     verdicts = []
     with Progress(disable=not world.is_main) as progress:
         task = progress.add_task(counted(world.size, "rank"), total=len(request.strategies))
@@ -82,14 +83,23 @@ def verify(world: World, request: Request, table: Table | None = None) -> list[V
 class Proofs:
     """The verdicts of one run; they share the references."""
 
-    def __init__(self, world: World, request: Request, scenarios: list[Scenario], table: Table) -> None:
+    def __init__(self, world: World, request: Request, scenarios: list[Scenario] | None, table: Table) -> None:
+        """`scenarios`: instead of those that the request and a strategy call for."""
         self.world, self.request, self.scenarios, self.table = world, request, scenarios, table
         self._references: dict[tuple[str, str], Reference] = {}
+
+    def _scenarios(self, parallel: Parallel) -> list[Scenario]:
+        if self.scenarios is not None:
+            return self.scenarios
+        if self.request.savers:
+            return saver_scenarios(self.request.model)
+        cuts_model = any(degree > 1 for degree in model_degrees(parallel).values())
+        return cut_scenarios(self.request.model) if cuts_model else scenarios_for(self.request.model)
 
     def of(self, name: str) -> Verdict:
         defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)
         parallel = strategy_named(name, defaults, self.table)
-        engine = self.table[parallel.data]
+        engine, scenarios = self.table[parallel.data], self._scenarios(parallel)
         law = engine.law(parallel)
         equal: Parallel | None = parallel
         verdict = Verdict(name, self.world.size, law="" if law is None else law.says)
@@ -101,10 +111,10 @@ class Proofs:
         if precision != self.request.precision:
             verdict.law = f"equality, {precision}"
         if equal is None:  # there is no setting in which it equals one process: run it for its traffic only
-            _, strategy = compare(self._reference(self.scenarios[0], parallel), parallel, 2, self.table)
-            self._check_traffic(verdict, strategy, self.scenarios[0])
+            _, strategy = compare(self._reference(scenarios[0], parallel), parallel, 2, self.table)
+            self._check_traffic(verdict, strategy, scenarios[0])
             return verdict
-        for index, scenario in enumerate(self.scenarios):
+        for index, scenario in enumerate(scenarios):
             comparison, strategy = compare(self._reference(scenario, equal), equal, self.request.steps, self.table)
             verdict.comparisons[scenario.name] = comparison
             if comparison.first is not None:
@@ -123,19 +133,29 @@ class Proofs:
         optimizer = "sgd" if linear or precision == "fp32" else "adamw"
         if linear:
             scenario = replace(scenario, clip_norm=None)
-        key = (scenario.name, "linear" if linear else precision)
+        key = (repr(scenario), "linear" if linear else precision)
         if key not in self._references:
             self._references[key] = Reference(self.world, scenario, self.request.steps, precision, optimizer)
         return self._references[key]
 
     def _check_traffic(self, verdict: Verdict, strategy: ParallelModel, scenario: Scenario) -> None:
-        dtype = torch.float64 if self.request.precision == "fp64" else torch.float32
-        sizes = ModelSizes.of(scenario.build(seed=0).to(dtype))  # as it is before a strategy cuts it up
-        counted_, seen = strategy.ledger.traffic(), strategy.engine.traffic_is_seen
-        expected = expected_traffic(sizes, strategy.parallel, self.world.size, self.table)
-        verdict.counted, verdict.traffic_is_seen, verdict.expected = counted_, seen, expected
-        if expected is not None and not expected.matches(counted_):
-            verdict.failures.append(
-                f"traffic: {counted_.collectives} collectives and {counted_.wire_bytes:,.0f} bytes per step counted, "
-                f"{expected.collectives} and {expected.wire_bytes:,.0f} by theory"
-            )
+        """Of the last step: what the engine sends along the data axes, and what the axes of the model send."""
+        layout, options = strategy.layout, strategy.options
+        with torch.device("meta"):
+            model = scenario.build(seed=0).to(options.dtype)
+        sequence = strategy.parallel.sequence
+        cut_tensors(model, layout.group("tp"), sequence, options.loss)  # as it is before an engine shards it
+        data = expected_traffic(ModelSizes.of(model), strategy.parallel, layout.gradient.size, self.table)
+        verdict.counted, verdict.traffic_is_seen = strategy.ledger.traffic(), strategy.engine.traffic_is_seen
+        counted_ = {"data": strategy.ledger.traffic(*DATA_PURPOSES), "tp": strategy.ledger.traffic("activations")}
+        rows, positions = len(scenario.global_batch(0).share(strategy.batch_share())), scenario.spec.shape[0]
+        tensor = activation_traffic(model, layout.degrees.tp, sequence, options.loss, rows * positions, positions)
+        expected = {"data": data, "tp": tensor}
+        verdict.expected = added(expected.values())
+        for axis, theory in expected.items():
+            if theory is not None and not theory.matches(counted_[axis]):
+                verdict.failures.append(
+                    f"traffic{'' if axis == 'data' else f' of {axis}'}: {counted_[axis].collectives} collectives and "
+                    f"{counted_[axis].wire_bytes:,.0f} bytes per step counted, {theory.collectives} and "
+                    f"{theory.wire_bytes:,.0f} by theory"
+                )

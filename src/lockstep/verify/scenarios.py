@@ -15,6 +15,8 @@ from lockstep.parallel.recompute import Recompute
 
 SMALL_CNN = CNN(channels=(6,), hidden=16)
 SMALL_GPT = GPT(d_model=16, layers=1, heads=2, context=12, vocabulary=31)
+CUT_GPT = GPT(d_model=16, layers=2, heads=4, context=16, vocabulary=31)
+"""For strategies that cut the model itself; no degree divides its vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,22 @@ def saver_scenarios(model: Model | None) -> list[Scenario]:
         Scenario("recompute every 2nd", tokens, (8,), accumulation=2, recompute="every"),
         Scenario("recompute attention", tokens, (8,), recompute="attention"),
         Scenario("LoRA, recomputed", tokens, (6,), accumulation=2, clip_norm=0.1, recompute="full", lora_rank=2),
+    ]
+
+
+def cut_scenarios(model: Model | None) -> list[Scenario]:
+    """For strategies that cut the model itself: GPT-2's form with a tied head, and Llama's, untied, with fewer heads of
+    keys than of queries; or one model on all.
+    """
+    if model is not None:
+        return scenarios_for(model)
+    llama = replace(CUT_GPT, kv_heads=2, tied=False, norm="rmsnorm", position="rope", activation="swiglu")
+    return [
+        Scenario("even", CUT_GPT, (8,)),
+        Scenario("uneven", llama, (13, 6, 1), clip_norm=0.1),
+        Scenario("accumulated", CUT_GPT, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
+        Scenario("recomputed", llama, (8,), accumulation=2, recompute="full"),
+        Scenario("LoRA", CUT_GPT, (6,), accumulation=2, clip_norm=0.1, lora_rank=2),
     ]
 
 

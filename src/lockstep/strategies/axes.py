@@ -1,0 +1,47 @@
+"""The axes that cut the model itself, as a strategy's name has them: `zero3,tp=2`, `zero1,tp=2:sequence`."""
+
+from dataclasses import replace
+from typing import Any
+
+from lockstep.config import Parallel
+from lockstep.errors import UserError
+
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "replicate": {},
+    "shard": {},
+    "tp": {"sequence": {"sequence": True}},
+}
+"""Axis -> what may stand after its degree, and what that sets."""
+MODEL_AXES = ("tp",)
+
+
+def model_degrees(parallel: Parallel) -> dict[str, int]:
+    return {axis: getattr(parallel, axis) for axis in MODEL_AXES}
+
+
+def with_axes(parallel: Parallel, words: list[str], name: str) -> Parallel:
+    """`parallel` with axes by their names: `tp=2`, `tp=2:sequence`."""
+    for word in words:
+        axis, _, value = word.partition("=")
+        degree, *options = value.split(":")
+        if axis not in OPTIONS or not degree.removeprefix("-").isdigit():
+            raise UserError(f"strategy {name!r} has {word!r}, which must be an axis and its degree, as {allowed()}")
+        chosen: dict[str, Any] = {axis: int(degree)}
+        for option in options:
+            if option not in OPTIONS[axis]:
+                raise UserError(f"strategy {name!r} has {option!r} after {axis}; there are {allowed()}")
+            chosen |= OPTIONS[axis][option]
+        parallel = replace(parallel, **chosen)
+    return parallel
+
+
+def strategy_name(parallel: Parallel) -> str:
+    """What to call it: the engine with its options, and the axes that cut the model."""
+    chosen = ((parallel.algorithm, "native"), (parallel.compression, "none"))
+    options = "".join(f"+{option}" for option, neutral in chosen if option != neutral)
+    axes = "".join(f",{axis}={degree}" for axis, degree in model_degrees(parallel).items() if degree > 1)
+    return f"{parallel.data}{options}{axes}" + (":sequence" if parallel.sequence else "")
+
+
+def allowed() -> str:
+    return ", ".join(f"{axis}=2{''.join(f'[:{option}]' for option in options)}" for axis, options in OPTIONS.items())
