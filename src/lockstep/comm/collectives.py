@@ -51,6 +51,11 @@ class Pending:
         self._afterwards = afterwards
         return self
 
+    @property
+    def is_over(self) -> bool:
+        """Without waiting."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> None:
         if self._work is not None:
             if self._entry is not None and self._entry.wait_started is None:

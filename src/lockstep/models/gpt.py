@@ -1,7 +1,9 @@
 """A decoder-only transformer: GPT-2's form, or Llama's (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,10 +69,8 @@ def fused(linear: nn.Linear, parts: tuple[int, ...], heads: tuple[int, ...]) -> 
 
 
 class Rotation:
-    """RoPE's table: cosine and sine of position x frequency, each (tokens, head_size / 2), in fp32 or better.
-
-    Not a tensor, nor a nest of them, so that engines that cast a block's inputs to bf16 (zero3, fsdp) leave it as it
-    is: in bf16 neighbouring positions beyond some hundreds would have the same angle.
+    """RoPE's table: cosine and sine of position x frequency, each (tokens, head_size / 2), in fp32 or better: in bf16
+    neighbouring positions beyond some hundreds would have the same angle.
     """
 
     def __init__(self, cosine: Tensor, sine: Tensor) -> None:
@@ -78,7 +78,6 @@ class Rotation:
 
     @classmethod
     def of(cls, positions: Tensor, head_size: int, dtype: torch.dtype) -> "Rotation":
-        """Cheap enough to make per forward."""
         exponent = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64) / head_size
         angle = positions.to(torch.float64)[:, None] * 10_000.0**-exponent
         wide = torch.promote_types(dtype, torch.float32)
@@ -91,12 +90,36 @@ class Rotation:
         return torch.cat(turned, dim=-1).to(x.dtype)
 
 
+def first_positions(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
+
+
+class Positions:
+    """At which positions the tokens of a forward pass are: 0, 1, 2, ..., unless somebody has other ones. One for all
+    layers of a model, so that they make RoPE's table once.
+    """
+
+    def __init__(self) -> None:
+        self.of: Callable[[int, torch.device], Tensor] = first_positions
+        """How many there are, and where -> which."""
+        self._rotations: dict[tuple[Any, ...], Rotation] = {}
+
+    def rotation(self, q: Tensor, head_size: int) -> Rotation:
+        length = q.shape[-2]
+        if torch.compiler.is_compiling():
+            return Rotation.of(self.of(length, q.device), head_size, q.dtype)
+        key = (length, head_size, q.dtype, q.device, self.of)
+        if key not in self._rotations:
+            self._rotations = {key: Rotation.of(self.of(length, q.device), head_size, q.dtype)}
+        return self._rotations[key]
+
+
 class Attention(nn.Module):
     """Causal self-attention; `kv_heads` < `heads` shares each key and value head among several queries."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, positions: Positions) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.positions = shape, positions
         kv_width = shape.kv_heads * shape.head_size
         bias = shape.norm == "layernorm"  # Llama's linear layers have none
         qkv = nn.Linear(shape.d_model, shape.d_model + 2 * kv_width, bias=bias)
@@ -104,12 +127,13 @@ class Attention(nn.Module):
         self.qkv = fused(qkv, (shape.d_model, kv_width, kv_width), heads)
         self.output = ends_branch(nn.Linear(shape.d_model, shape.d_model, bias=bias), shape)
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         shape = self.shape
         # (batch, tokens, heads * head_size) -> (batch, heads, tokens, head_size)
         parts = self.qkv(x).split(self.qkv.parts, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, shape.head_size)).transpose(1, 2) for part in parts)
-        if rotation is not None:
+        if shape.position == "rope":
+            rotation = self.positions.rotation(q, shape.head_size)
             q, k = rotation.rotate(q), rotation.rotate(k)
         with attention_kernel(shape.attention):
             y = F.scaled_dot_product_attention(
@@ -169,16 +193,16 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, positions: Positions) -> None:
         super().__init__()
         self.attention_norm = make_norm(shape)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, positions)
         self.mlp_norm = make_norm(shape)
         self.mlp = FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
         y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return y
 
@@ -186,10 +210,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.positions = shape, Positions()
         self.token_embedding = nn.Embedding(shape.vocabulary, shape.d_model)
         self.position_embedding = nn.Embedding(shape.context, shape.d_model) if shape.position == "learned" else None
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, self.positions) for _ in range(shape.layers))
         self.norm = make_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocabulary, bias=False)
         self.apply(self.initialize)
@@ -207,20 +231,31 @@ class GPT(nn.Module):
             module.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        x = self.token_embedding(tokens)  # (batch, tokens, d_model)
-        rotation = None
-        positions = torch.arange(length, device=tokens.device)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.predict(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.token_embedding(tokens)  # (batch, tokens, d_model)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)
-        else:
-            rotation = Rotation.of(positions, self.shape.head_size, x.dtype)
+            x = x + self.position_embedding(self.positions.of(tokens.shape[1], tokens.device))
         if self.shape.residual == "compute" and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block in self.blocks:
-            x = block(x, rotation)
+        return x
+
+    def predict(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(x))  # (batch, tokens, vocabulary)
         return logits
+
+    def pipeline_layers(self) -> list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]:
+        """What activations pass through, for a pipeline: (names of submodules, function)."""
+
+        def block(i: int) -> Callable[[Tensor], Tensor]:
+            return lambda x: self.blocks[i](x)  # whatever stands there then
+
+        blocks = [((f"blocks.{i}",), block(i)) for i in range(len(self.blocks))]
+        return [(("token_embedding", "position_embedding"), self.embed), *blocks, (("norm", "head"), self.predict)]
 
     def tensor_plan(self) -> dict[str, str]:
         """What tensor parallelism cuts."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.models.replace import replace_module
 
 
 class LoRALinear(nn.Linear):
@@ -93,7 +94,7 @@ def add_lora(
             raise UserError(f"lora.targets has {name}, whose weight is shared with another layer; take it out")
     model.requires_grad_(False)
     for name, plain in chosen.items():
-        _put(model, name, LoRALinear(plain, rank, alpha, frozen_dtype))
+        replace_module(model, name, LoRALinear(plain, rank, alpha, frozen_dtype))
     return model
 
 
@@ -101,21 +102,12 @@ def merge_lora(model: nn.Module) -> nn.Module:
     """Add the adapters to the weights: the model is again as it was, but for what it has learnt."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
-            _put(model, name, module.merged())
+            replace_module(model, name, module.merged())
     return model.requires_grad_(True)
 
 
 def is_adapter(name: str) -> bool:
     return name.endswith((".lora_a", ".lora_b"))
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    if isinstance(owner, nn.Sequential | nn.ModuleList):
-        owner[int(leaf)] = module
-    else:
-        setattr(owner, leaf, module)
 
 
 def _tied(model: nn.Module) -> set[nn.Parameter]:

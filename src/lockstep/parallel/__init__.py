@@ -4,6 +4,7 @@ from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.schedule import pipeline_schedule
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
@@ -15,6 +16,7 @@ __all__ = [
     "DataParallel",
     "FullyShardedDataParallel",
     "LocalSGD",
+    "Pipeline",
     "RowParallelLinear",
     "ShardedDataParallel",
     "ShardedOptimizer",

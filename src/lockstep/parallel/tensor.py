@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.models.replace import replace_module
 from lockstep.parallel.cuts import even_cut
 from lockstep.parallel.exchange import split_to_ranks, summed
 from lockstep.parallel.own_numbers import OwnNumbers, draws_numbers
@@ -145,15 +146,6 @@ def cut_module(part: nn.Module, kind: str, group: Group, sequence: bool, tied: T
     # What is gathered, or ends in a loss, need not be cut evenly; what other layers compute with must be.
     cut = even_cut(part.out_features, group, uneven=True) if whole or kind == "vocab" else None
     return ColumnParallelLinear(part, group, whole, sequence, cut, tied)
-
-
-def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    owner: Any = root.get_submodule(parent)
-    if isinstance(owner, nn.Sequential | nn.ModuleList):
-        owner[int(leaf)] = module
-    else:
-        setattr(owner, leaf, module)
 
 
 # ---- sequence parallelism: what is whole sees this rank's positions only -------------------------------------------

@@ -1,0 +1,197 @@
+"""What goes from one rank of a pipeline to another: activations forward, gradients backward.
+
+Both sides know the schedule, so both know which messages will pass between them, and in which order the sender sends
+them. The receiver asks for them in that order, one message ahead: while it computes with one, the next is in flight. It
+need not be the order in which it uses them. A send returns at once; its tensor is kept until it has gone.
+
+What flows in one direction between two ranks has a group of its own on GPUs: NCCL works through the messages of a pair
+one after the other, and a receive that waits would hold up a send that the other side is waiting for.
+
+Shapes are not configured. In the first step with a batch of some shape, every message is preceded by a header that says
+what comes; from then on both sides know.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.collectives import Pending, recv_async, send_async
+from lockstep.comm.ledger import about
+from lockstep.layout.group import Group
+from lockstep.parallel.schedule import Instruction, Placement
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.bool),
+)
+MOST_TENSORS, MOST_DIMENSIONS = 8, 6
+HEADER = 1 + MOST_TENSORS * (3 + MOST_DIMENSIONS)
+"""Numbers of a header: how many tensors; of each its dtype, whether it has a gradient, its dimensions."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Activations for a part of the model, or gradients of its outputs, of one micro-batch."""
+
+    what: str
+    part: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a tensor is, before it is there."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+
+
+Kinds = tuple[Kind, ...]
+
+
+def sent_by(rank: int, schedule: list[list[Instruction]], placement: Placement) -> Iterator[tuple[int, Message]]:
+    """(to which rank, what), in the order in which this rank sends."""
+    for instruction in schedule[rank]:
+        part = placement.part(rank, instruction.chunk)
+        if instruction.kind == "send_activation":
+            yield placement.place(part + 1)[0], Message("activation", part + 1, instruction.micro_batch)
+        elif instruction.kind == "send_gradient":
+            yield placement.place(part - 1)[0], Message("gradient", part - 1, instruction.micro_batch)
+
+
+def directions(group: Group, device: torch.device) -> tuple[Group, Group]:
+    """Groups for what goes to later ranks, and to earlier ones."""
+    if group.size == 1 or device.type != "cuda" or "nccl" not in group.backend:
+        return group, group
+    ranks = dist.get_process_group_ranks(group.native)
+    made = [dist.new_group(ranks, backend="nccl", use_local_synchronization=True) for _ in range(2)]
+    later, earlier = (Group(group.axis, group.rank, group.size, native) for native in made)
+    return later, earlier
+
+
+@dataclass
+class Receiving:
+    """A message that has been asked for."""
+
+    tensors: list[Tensor]
+    kinds: Kinds
+    pending: list[Pending]
+
+
+class Inbox:
+    """Messages from one rank, in the order in which it sends them."""
+
+    def __init__(self, sender: int, expected: list[Message], group: Group, device: torch.device) -> None:
+        self.sender, self.expected, self.group, self.device = sender, expected, group, device
+        self._next = 0  # to be asked for
+        self._asked: dict[Message, Receiving] = {}
+
+    def begin(self, known: dict[Message, Kinds] | None) -> None:
+        """A new step. `known`: what each message is; None: headers tell."""
+        self._next, self._known = 0, known
+        if known is not None:
+            self._ask()
+
+    def take(self, message: Message) -> tuple[list[Tensor], Kinds]:
+        """Wait for it; the one behind it is then in flight."""
+        while message not in self._asked:
+            self._ask()
+        receiving = self._asked.pop(message)
+        for pending in receiving.pending:
+            pending.wait()
+        if self._known is not None:
+            self._ask()
+        return receiving.tensors, receiving.kinds
+
+    def _ask(self) -> None:
+        if self._next == len(self.expected):
+            return
+        message = self.expected[self._next]
+        self._next += 1
+        kinds = self._known[message] if self._known is not None else self._header()
+        tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self.device) for kind in kinds]
+        with about(f"{message.what} {message.micro_batch} for part {message.part}"):
+            pending = [recv_async(t, self.sender, self.group, purpose="activations") for t in tensors]
+        self._asked[message] = Receiving(tensors, kinds, pending)
+
+    def _header(self) -> Kinds:
+        numbers = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+        recv_async(numbers, self.sender, self.group, purpose="shapes").wait()
+        return read_header(numbers.tolist())
+
+
+class Post:
+    """All messages of one rank of a pipeline."""
+
+    def __init__(
+        self, schedule: list[list[Instruction]], placement: Placement, group: Group, device: torch.device
+    ) -> None:
+        self.device, self.rank = device, group.rank
+        self._later, self._earlier = directions(group, device)
+        self._inboxes: dict[int, Inbox] = {}
+        for sender in range(group.size):
+            for_me = [message for to, message in sent_by(sender, schedule, placement) if to == group.rank]
+            if for_me and sender != group.rank:
+                towards = self._later if sender < group.rank else self._earlier
+                self._inboxes[sender] = Inbox(sender, for_me, towards, device)
+        self._from = {message: sender for sender, inbox in self._inboxes.items() for message in inbox.expected}
+        self._to = {message: to for to, message in sent_by(group.rank, schedule, placement)}
+        self._learnt: dict[object, dict[Message, Kinds]] = {}
+        self._learning: dict[Message, Kinds] | None = None
+        self._gone: list[tuple[list[Tensor], list[Pending]]] = []
+
+    def begin(self, shape: object) -> None:
+        """A new step, of a batch of this shape: all ranks have the same."""
+        known = self._learnt.get(shape)
+        self._learning = None if known is not None else self._learnt.setdefault(shape, {})
+        for inbox in self._inboxes.values():
+            inbox.begin(known)
+
+    def receive(self, message: Message) -> tuple[list[Tensor], Kinds]:
+        tensors, kinds = self._inboxes[self._from[message]].take(message)
+        if self._learning is not None:
+            self._learning[message] = kinds
+        return tensors, kinds
+
+    def send(self, message: Message, tensors: list[Tensor], has_gradient: list[bool]) -> None:
+        to = self._to[message]
+        group = self._later if to > self.rank else self._earlier
+        tensors = [t.detach().contiguous() for t in tensors]
+        pending = []
+        if self._learning is not None:
+            numbers = torch.tensor(header(tensors, has_gradient), dtype=torch.int64, device=self.device)
+            pending.append(send_async(numbers, to, group, purpose="shapes"))
+            tensors_kept = [numbers, *tensors]
+        else:
+            tensors_kept = tensors
+        with about(f"{message.what} {message.micro_batch} for part {message.part}"):
+            pending += [send_async(t, to, group, purpose="activations") for t in tensors]
+        self._gone = [(kept, sends) for kept, sends in self._gone if not all(send.is_over for send in sends)]
+        self._gone.append((tensors_kept, pending))
+
+    def end(self) -> None:
+        """Until everything has gone."""
+        for _, pending in self._gone:
+            for one in pending:
+                one.wait()
+        self._gone = []
+
+
+def header(tensors: list[Tensor], has_gradient: list[bool]) -> list[int]:
+    numbers = [len(tensors)]
+    for tensor, so in zip(tensors, has_gradient, strict=True):
+        room = [0] * (MOST_DIMENSIONS - tensor.dim())
+        numbers += [DTYPES.index(tensor.dtype), int(so), tensor.dim(), *tensor.shape, *room]
+    return numbers + [0] * (HEADER - len(numbers))
+
+
+def read_header(numbers: list[int]) -> Kinds:
+    found = []
+    for i in range(numbers[0]):
+        dtype, so, dimensions, *sizes = numbers[1 + i * (3 + MOST_DIMENSIONS) :][: 3 + MOST_DIMENSIONS]
+        found.append(Kind(tuple(sizes[:dimensions]), DTYPES[dtype], bool(so)))
+    return tuple(found)

@@ -1,0 +1,147 @@
+"""The passes of one rank of a pipeline: forward and backward of its parts, with what is held between them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.parallel.messages import Message, Post
+from lockstep.parallel.schedule import Instruction, Placement
+from lockstep.parallel.weight_pass import WeightPass
+
+Run = Callable[..., Any]
+"""(chunk, *activations) -> activations, or what the loss is taken of."""
+
+
+@dataclass
+class Held:
+    """A micro-batch between its forward and the end of its backward, in one part."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    """Or the loss, of the last part."""
+    weights: WeightPass | None
+
+
+class Passes:
+    """Carries out a schedule's instructions for one rank and one step at a time."""
+
+    def __init__(self, run: Run, post: Post, placement: Placement, rank: int, recompute: bool = False) -> None:
+        """`recompute`: hold only what a part is given, and compute the rest again in backward."""
+        self.run, self.post, self.placement, self.rank, self.recompute = run, post, placement, rank, recompute
+        self.splits_backward = False
+        """The schedule has a pass of its own for the weights."""
+        self._held: dict[tuple[int, int], Held] = {}
+        self._next_inputs: dict[tuple[int, int], list[Tensor]] = {}
+        self._gradients: dict[tuple[int, int], list[Tensor | None]] = {}
+
+    def begin(
+        self,
+        shape: object,
+        inputs: Callable[[int], Tensor],
+        loss: Callable[[Any, int], Tensor],
+        around: Callable[[Instruction], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        """`inputs`: of a micro-batch. `loss`: (what the last part gives, micro-batch) -> what backward begins with.
+
+        `around`: of every pass. `shape`: of the batch, the same on all ranks.
+        """
+        self._inputs, self._loss, self._around = inputs, loss, around
+        self.post.begin(shape)
+
+    def end(self) -> None:
+        """When all passes are done."""
+        assert not self._held, "every forward has had its backward"
+        self.post.end()
+
+    def carry_out(self, instruction: Instruction) -> None:
+        i, part = instruction.micro_batch, self.placement.part(self.rank, instruction.chunk)
+        match instruction.kind:
+            case "receive_activation":
+                tensors, kinds = self.post.receive(Message("activation", part, i))
+                self._next_inputs[part, i] = [
+                    t.requires_grad_(kind.has_gradient) for t, kind in zip(tensors, kinds, strict=True)
+                ]
+            case "receive_gradient":
+                tensors, _ = self.post.receive(Message("gradient", part, i))
+                self._gradients[part, i] = list(tensors)
+            case "send_activation":
+                outputs = self._held[part, i].outputs
+                self.post.send(Message("activation", part + 1, i), outputs, [o.requires_grad for o in outputs])
+                self._held[part, i].outputs = [released(output) for output in outputs]
+            case "send_gradient":
+                gradients = self._gradients.pop((part - 1, i))
+                assert all(g is not None for g in gradients)
+                self.post.send(Message("gradient", part - 1, i), gradients, [False] * len(gradients))  # type: ignore
+            case "forward":
+                with self._around(instruction):
+                    self._forward(part, i, instruction.chunk)
+            case "backward" | "backward_input":
+                with self._around(instruction):
+                    self._backward(part, i)
+                if instruction.kind == "backward":
+                    self._weights(part, i)
+            case "backward_weight":
+                with self._around(instruction):
+                    self._weights(part, i)
+
+    def _forward(self, part: int, i: int, chunk: int) -> None:
+        inputs = [self._inputs(i)] if part == 0 else self._next_inputs.pop((part, i))
+        weights = WeightPass() if self.splits_backward else None
+
+        def run(*inputs: Tensor) -> Any:
+            with weights or nullcontext():
+                return self.run(chunk, *inputs)
+
+        outputs = checkpoint(run, *inputs, use_reentrant=False) if self.recompute else run(*inputs)
+        if part == self.placement.parts - 1:
+            outputs = self._loss(outputs, i)
+        tensors = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        self._held[part, i] = Held(inputs, tensors, weights)
+        following = part + 1
+        if following < self.placement.parts and self.placement.place(following)[0] == self.rank:  # no message
+            self._next_inputs[following, i] = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+
+    def _backward(self, part: int, i: int) -> None:
+        held = self._held[part, i]
+        gradients: list[Tensor | None]
+        gradients = [None] if part == self.placement.parts - 1 else self._gradients.pop((part, i))
+        outputs = [output for output in held.outputs if output.requires_grad]
+        torch.autograd.backward(outputs, gradients)
+        if part > 0:
+            self._gradients[part - 1, i] = [gradient_of(t) for t in held.inputs if t.requires_grad]
+        held.inputs, held.outputs = [], []
+
+    def _weights(self, part: int, i: int) -> None:
+        held = self._held.pop((part, i))
+        if held.weights is not None:
+            held.weights.run()
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Zeros, where the loss does not depend on it: the rank before is waiting for something."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def released(output: Tensor) -> Tensor:
+    """It has been sent, and backward needs to know only where it came from: its memory may go, with the message's."""
+    if output.grad_fn is None:
+        return output
+    stub: Tensor = _Stub.apply(output)
+    return stub
+
+
+class _Stub(torch.autograd.Function):
+    """One element that stands for a tensor in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.new_empty(()).expand(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -1,0 +1,146 @@
+"""Pipeline parallelism by hand: consecutive layers on consecutive ranks, micro-batches following each other.
+
+    pipe = lockstep.Pipeline(model, schedule="1f1b", micro_batches=8)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    for inputs, targets in data:  # the same on every rank
+        loss = pipe.step(inputs, targets, F.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Every rank makes the same model, of which it keeps its parts (`stage.py`). In `step` it does what the schedule lists for
+it (`schedule.py`): its passes (`passes.py`), and what is sent and received between them (`messages.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import all_gather_objects, broadcast, recv_async, send_async
+from lockstep.data.batch import Batch
+from lockstep.layout.group import GroupLike, group_of
+from lockstep.parallel.messages import Post
+from lockstep.parallel.passes import Passes
+from lockstep.parallel.schedule import pipeline_schedule, placement_of
+from lockstep.parallel.stage import cut_stage
+from lockstep.parallel.wrapper import broadcast_module, check_same_model
+
+Loss = Callable[..., Tensor]
+"""(outputs, targets) -> the mean over the targets."""
+
+
+class Pipeline:
+    """One rank's part of a model that is spread over the ranks of a group, layer after layer."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: str = "1f1b",
+        micro_batches: int = 8,
+        chunks: int = 1,
+        process_group: GroupLike = None,
+        cuts: Sequence[int] | None = None,
+        recompute: bool = False,
+    ) -> None:
+        """Cut `module`, which every rank has whole, in place. All begin with the first rank's weights.
+
+        `schedule`: naive, gpipe, 1f1b, interleaved, zb-h1 or zb-v. `chunks`: parts per rank (interleaved, zb-v).
+        `cuts`: at which layers parts after the first begin; None: so that parts cost alike. `recompute`: hold only
+        what a part is given, and compute the rest again in backward.
+        """
+        self.group, self.micro_batches = group_of(process_group, "pp"), micro_batches
+        lists = pipeline_schedule(schedule, self.group.size, micro_batches, chunks)
+        self.instructions, self.placement = lists[self.group.rank], placement_of(schedule, self.group.size, chunks)
+        check_same_model(module, self.group)
+        broadcast_module(module, self.group)
+        names = module.state_dict(keep_vars=True)
+        first = {p: name for name, p in module.named_parameters()}
+        self._first_names = {name: first[p] for name, p in names.items() if p in first}
+        self.stage, self._shared = cut_stage(module, self.placement, self.group, cuts)
+        self.device = next((p.device for p in self.stage.parameters()), torch.device("cpu"))
+        post = Post(lists, self.placement, self.group, self.device)
+        self._passes = Passes(self.stage, post, self.placement, self.group.rank, recompute)
+        self._passes.splits_backward = schedule.startswith("zb-")
+        self._last = self.placement.place(self.placement.parts - 1)[0]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's."""
+        return self.stage.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, by their names in the whole model."""
+        return self.stage.named_parameters()
+
+    def step(self, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+        """Forward and backward of a batch, the same on all ranks. Returns the mean loss over all targets, on every
+        rank; gradients are added to those that stand in `p.grad`.
+
+        `loss_fn(outputs, targets)` is a mean, over samples or over tokens that are not -100. Micro-batches are weighted
+        by their number of targets.
+        """
+        batch = Batch(inputs.to(self.device), targets.to(self.device))
+        micro_batches = batch.micro_batches(self.micro_batches)
+        counts = [float(m.target_count()) for m in micro_batches]
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+
+        def loss_of(outputs: Tensor, i: int) -> Tensor:
+            if counts[i] == 0:  # a micro-batch for which there was no sample, or none of whose targets counts
+                return outputs.sum() * 0.0
+            loss = loss_fn(outputs, micro_batches[i].targets) * (counts[i] / sum(counts))
+            total.add_(loss.detach())
+            return loss
+
+        before = {name: p.grad for name, p in self._shared_here()}
+        for _, parameter in self._shared_here():
+            parameter.grad = None
+        shapes = tuple(tuple(m.inputs.shape) for m in micro_batches)
+        self._passes.begin(shapes, lambda i: micro_batches[i].inputs, loss_of)
+        for instruction in self.instructions:
+            self._passes.carry_out(instruction)
+        self._passes.end()
+        self._sum_shared(before)
+        return broadcast(total, src=self._last, group=self.group, purpose="loss").to(torch.get_default_dtype())
+
+    # ---- a weight that two ranks have --------------------------------------------------------------------------
+
+    def _shared_here(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.stage.named_parameters() if name in self._shared and p.requires_grad]
+
+    def _sum_shared(self, before: dict[str, Tensor | None]) -> None:
+        """Tied embeddings: each of the ranks that have one adds what the others have found out in this step."""
+        for name, mine in self._shared_here():
+            own = torch.zeros_like(mine) if mine.grad is None else mine.grad.contiguous()
+            others = [rank for rank in self._shared[name] if rank != self.group.rank]
+            theirs = [torch.empty_like(own) for _ in others]
+            sends = [send_async(own, rank, self.group, purpose="gradients") for rank in others]
+            for rank, their in zip(others, theirs, strict=True):
+                recv_async(their, rank, self.group, purpose="gradients").wait()
+            for send in sends:
+                send.wait()
+            earlier = [gradient for gradient in [before[name]] if gradient is not None]
+            mine.grad = torch.stack([own, *theirs, *earlier]).sum(0)
+
+    # ---- the whole, for looking at -----------------------------------------------------------------------------
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients by the model's own names, on every rank; parameters without one are left out."""
+        return self._gathered({n: p.grad for n, p in self.stage.named_parameters() if p.grad is not None})
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers by the model's own names, tied ones under each of theirs, on every rank."""
+        mine = {name: tensor.detach() for name, tensor in self.stage.named_parameters()}
+        mine |= {name: tensor for name, tensor in self.stage.named_buffers() if name in self.stage.state_dict()}
+        found = self._gathered(mine)
+        tied = {name: found[first] for name, first in self._first_names.items()}
+        return {**found, **tied}
+
+    def _gathered(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        kinds = {name: (tuple(t.shape), t.dtype) for name, t in mine.items()}
+        found: dict[str, Tensor] = {}
+        for rank, theirs in enumerate(all_gather_objects(kinds, self.group)):
+            for name, (shape, dtype) in theirs.items():
+                if name not in found:
+                    own = rank == self.group.rank
+                    whole = mine[name].clone() if own else torch.empty(shape, dtype=dtype, device=self.device)
+                    found[name] = broadcast(whole.contiguous(), rank, self.group, purpose="check")
+        return found

@@ -1,0 +1,164 @@
+"""A model cut into parts that follow each other, and the parts of one rank: a stage.
+
+What can be cut: an `nn.Sequential`, and any module that says what it is made of, `pipeline_layers()`, in the order in
+which activations pass: (names of the submodules that a layer uses, a function of the activations). The module is cut in
+place: submodules of other ranks' parts are replaced by an empty one, and what is left has its own names.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.errors import UserError
+from lockstep.layout.group import Group
+from lockstep.models.replace import replace_module
+from lockstep.parallel.schedule import Placement
+
+Layer = tuple[tuple[str, ...], Callable[..., Any]]
+
+
+def layers_of(module: nn.Module) -> list[Layer]:
+    """What activations pass through, one after the other."""
+    say: Any = getattr(module, "pipeline_layers", None)
+    if say is not None:
+        layers: list[Layer] = say()
+        return layers
+    if isinstance(module, nn.Sequential):
+        return [((name,), module.get_submodule(name)) for name, _ in module.named_children()]
+    raise UserError(
+        f"{type(module).__name__} does not say what it is made of; give an nn.Sequential, or a module with "
+        f"pipeline_layers(), a list of (names of submodules, function)"
+    )
+
+
+def costs_of(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
+    """What computing a layer costs, in weights that are multiplied with: an embedding is only looked up."""
+    found = []
+    for names, _ in layers:
+        parts = [part for name in names for part in module.get_submodule(name).modules()]
+        weights = [p for part in parts for p in part.parameters(recurse=False) if not isinstance(part, nn.Embedding)]
+        found.append(1 + sum(p.numel() for p in weights if p.dim() > 1))
+    return found
+
+
+def even_cuts(costs: Sequence[int], parts: int) -> list[int]:
+    """Where each part after the first begins, so that the costliest part costs as little as possible."""
+    layers = len(costs)
+    if layers < parts:
+        raise UserError(
+            f"the model has {layers} layers, fewer than the {parts} parts of the pipeline; use fewer stages or chunks"
+        )
+    before = [0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    best = [[float("inf")] * (layers + 1) for _ in range(parts + 1)]
+    last = [[0] * (layers + 1) for _ in range(parts + 1)]
+    best[0][0] = 0
+    for part in range(1, parts + 1):
+        for end in range(part, layers + 1):
+            for begin in range(part - 1, end):
+                worst: float = max(best[part - 1][begin], before[end] - before[begin])
+                if worst < best[part][end]:
+                    best[part][end], last[part][end] = worst, begin
+    cuts, end = [], layers
+    for part in range(parts, 1, -1):
+        end = last[part][end]
+        cuts.append(end)
+    return cuts[::-1]
+
+
+class Elsewhere(nn.Module):
+    """Stands where another rank's part of the model was."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("this part of the model is on another rank")
+
+
+class Stage(nn.Module):
+    """One rank's parts of a model, under the model's own names. `stage(chunk, *activations)` runs one of them."""
+
+    def __init__(self, module: nn.Module, layers: list[list[Layer]], first_names: dict[str, str]) -> None:
+        super().__init__()
+        # The very same submodules: whoever replaces one here replaces it there, where the layers' functions look.
+        for own in ("_modules", "_parameters", "_buffers"):
+            self.__dict__[own] = module.__dict__[own]
+        self.__dict__["whole"] = module
+        self.layers = layers
+        self._first_names = first_names
+
+    def forward(self, chunk: int, *activations: Tensor) -> Any:
+        passed: Any = activations
+        for _, run in self.layers[chunk]:
+            passed = run(*passed) if isinstance(passed, tuple) else run(passed)
+        return passed
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """A tied parameter under its first name, also where the module of that name is on another rank."""
+        seen = set()
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            known = self._first_names.get(name, name) if parameter not in seen else name
+            seen.add(parameter)
+            yield known, parameter
+
+    def train(self, mode: bool = True) -> "Stage":
+        whole: Any = self.whole
+        whole.training = mode
+        return super().train(mode)
+
+
+def cut_stage(
+    module: nn.Module, placement: Placement, group: Group, cuts: Sequence[int] | None = None
+) -> tuple[Stage, dict[str, list[int]]]:
+    """(this rank's stage; the first name of each parameter that parts on different ranks share, and those ranks)."""
+    layers = layers_of(module)
+    layers = [(tuple(n for n in names if is_there(module, n)), run) for names, run in layers]
+    if cuts is None:
+        cuts = even_cuts(costs_of(module, layers), placement.parts)
+    check_cuts(cuts, placement.parts, len(layers))
+    bounds = [0, *cuts, len(layers)]
+    parts = [layers[a:b] for a, b in pairwise(bounds)]
+    first = {p: name for name, p in module.named_parameters()}
+    first_names = {name: first[p] for name, p in module.named_parameters(remove_duplicate=False)}
+    holders: dict[str, set[int]] = {}
+    for part, its_layers in enumerate(parts):
+        for p in parameters_of(module, its_layers):
+            holders.setdefault(first[p], set()).add(placement.place(part)[0])
+    unused = set(first.values()) - set(holders)
+    if unused:
+        lost = sorted(unused)[0]
+        raise UserError(f"{lost} belongs to no layer of the pipeline; name its module in pipeline_layers()")
+    mine = [parts[placement.part(group.rank, chunk)] for chunk in range(placement.chunks)]
+    kept = {name for its_layers in mine for names, _ in its_layers for name in names}
+    for names, _ in layers:
+        for name in names:
+            if name not in kept:
+                replace_module(module, name, Elsewhere())
+    shared = {name: sorted(ranks) for name, ranks in sorted(holders.items()) if len(ranks) > 1}
+    return Stage(module, mine, first_names), shared
+
+
+def is_there(module: nn.Module, name: str) -> bool:
+    """A layer may name a submodule that this model has not (an embedding of positions, with rotary ones)."""
+    try:
+        return isinstance(module.get_submodule(name), nn.Module)
+    except AttributeError:
+        return False
+
+
+def parameters_of(module: nn.Module, layers: Sequence[Layer]) -> Iterator[nn.Parameter]:
+    for names, _ in layers:
+        for name in names:
+            yield from module.get_submodule(name).parameters()
+
+
+def check_cuts(cuts: Sequence[int], parts: int, layers: int) -> None:
+    rising = all(a < b for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+    if len(cuts) != parts - 1 or not rising:
+        raise UserError(
+            f"cuts is {list(cuts)}, but {parts} parts of {layers} layers need {parts - 1} rising numbers from 1 to "
+            f"{layers - 1}: where each part after the first begins"
+        )
