@@ -15,8 +15,12 @@ if TYPE_CHECKING:
         Pipeline,
         ShardedDataParallel,
         ShardedOptimizer,
+        gather_sequence,
         pipeline_schedule,
+        ring_attention,
+        shard_sequence,
         tensor_parallel,
+        ulysses_attention,
         vocab_parallel_cross_entropy,
     )
 
@@ -29,9 +33,13 @@ __all__ = [
     "ShardedDataParallel",
     "ShardedOptimizer",
     "UserError",
+    "gather_sequence",
     "pipeline_schedule",
+    "ring_attention",
     "shard_batch",
+    "shard_sequence",
     "tensor_parallel",
+    "ulysses_attention",
     "vocab_parallel_cross_entropy",
 ]
 
@@ -42,9 +50,13 @@ _HOMES = {
     "Pipeline": "lockstep.parallel",
     "ShardedDataParallel": "lockstep.parallel",
     "ShardedOptimizer": "lockstep.parallel",
+    "gather_sequence": "lockstep.parallel",
     "pipeline_schedule": "lockstep.parallel",
+    "ring_attention": "lockstep.parallel",
     "shard_batch": "lockstep.data",
+    "shard_sequence": "lockstep.parallel",
     "tensor_parallel": "lockstep.parallel",
+    "ulysses_attention": "lockstep.parallel",
     "vocab_parallel_cross_entropy": "lockstep.parallel",
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.comm.by_hand import all_reduce_by_hand
 from lockstep.comm.ledger import Entry, active_ledger, mark
 from lockstep.comm.streams import StreamWork, on_its_stream
-from lockstep.comm.wire import moves_cuda
+from lockstep.comm.wire import Wire, moves_cuda
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 
@@ -352,6 +352,24 @@ def recv(tensor: Tensor, src: int, group: GroupLike = None, *, tag: int = 0, pur
     """Fill `tensor` with what rank `src` sends."""
     recv_async(tensor, src, group, tag=tag, purpose=purpose).wait()
     return tensor
+
+
+def exchange_async(
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    group: GroupLike = None,
+    *,
+    purpose: str = OTHER,
+) -> Pending:
+    """Begin to send to some ranks and to receive from some, all at once: (tensor, rank) each. One after the other, two
+    ranks that both send first would wait for each other.
+    """
+    group = group_of(group)
+    if group.size == 1:
+        for (sent, _), (received, _) in zip(sends, receives, strict=True):
+            received.copy_(sent)
+    payload = torch.empty(sum(t.nbytes for t, _ in sends), dtype=torch.uint8, device="meta")
+    return _issue("send", payload, purpose, group, lambda: Wire(group.native).exchange(sends, receives))
 
 
 # ---- objects ------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,15 +17,23 @@ Message = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
 
 
-@dataclass
-class Messages:
-    """On their way. `wait()` before touching what is received or overwriting what is sent."""
+class Messages(dist.Work):
+    """In flight. `wait()` before touching what is received or overwriting what is sent."""
 
-    works: Sequence[dist.Work]
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self.works = works
 
-    def wait(self) -> None:
+    def wait(self, timeout: Any = None) -> bool:
         for work in self.works:
             work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def get_future(self) -> Any:
+        raise RuntimeError("the end of several messages is seen by whoever waits for them")
 
 
 T = TypeVar("T")

@@ -1,5 +1,6 @@
 """The mechanisms by hand: each in one file that reads from top to bottom, usable in anybody's own loop."""
 
+from lockstep.parallel.context import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.local_sgd import LocalSGD
@@ -21,7 +22,11 @@ __all__ = [
     "ShardedDataParallel",
     "ShardedOptimizer",
     "VocabParallelEmbedding",
+    "gather_sequence",
     "pipeline_schedule",
+    "ring_attention",
+    "shard_sequence",
     "tensor_parallel",
+    "ulysses_attention",
     "vocab_parallel_cross_entropy",
 ]

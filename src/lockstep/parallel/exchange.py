@@ -16,9 +16,9 @@ backward moves the gradient the opposite way.
     split_to_ranks        whole -> its own part         cut -> all-gather             nobody else knows the gradient of
                                                                                       the other parts
     gather_from_ranks     cut -> all-gather             whole -> its own part         all compute the same from it
-    gather_sequence       cut -> all-gather             summands -> reduce-scatter    gathered, and then used by each
+    gather_positions      cut -> all-gather             summands -> reduce-scatter    gathered, and then used by each
                                                                                       rank for its own outputs
-    scatter_sums          summands -> reduce-scatter    cut -> all-gather             the opposite of gather_sequence
+    scatter_sums          summands -> reduce-scatter    cut -> all-gather             the opposite of gather_positions
 
 An all-reduce is a reduce-scatter and an all-gather, so the last two send what `copy_to_ranks` and `reduce_from_ranks`
 send; between them a rank has only its part of the positions, and the memory of a part.
@@ -57,9 +57,9 @@ def gather_from_ranks(x: Tensor, group: Group, dim: int, sizes: list[int] | None
     return _GatherFromRanks.apply(x, group, dim, sizes) if group.size > 1 else x
 
 
-def gather_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
+def gather_positions(x: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' parts of `dim`; backward sums the gradient, of which each rank keeps its part."""
-    return _GatherSequence.apply(x, group, dim) if group.size > 1 else x
+    return _GatherPositions.apply(x, group, dim) if group.size > 1 else x
 
 
 def scatter_sums(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -168,7 +168,7 @@ class _GatherFromRanks(torch.autograd.Function):
         return gradient.split(ctx.sizes, ctx.dim)[ctx.rank].contiguous(), None, None, None
 
 
-class _GatherSequence(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim

@@ -34,7 +34,7 @@ from lockstep.parallel.exchange import (
     Scattering,
     copy_to_ranks,
     gather_from_ranks,
-    gather_sequence,
+    gather_positions,
     reduce_from_ranks,
     scatter_sums,
     summed,
@@ -92,7 +92,7 @@ class ColumnParallelLinear(nn.Module):
     def _adapted(self, x: Tensor) -> Tensor:
         """A is whole, and its small output is what all ranks' parts of B use."""
         if self.sequence_parallel:  # A sees this rank's positions only
-            small = gather_sequence(F.linear(x, copy_to_ranks(self.lora_a, self.group)), self.group, SEQUENCE)
+            small = gather_positions(F.linear(x, copy_to_ranks(self.lora_a, self.group)), self.group, SEQUENCE)
         else:
             small = copy_to_ranks(F.linear(x, self.lora_a), self.group)
         return F.linear(small, self._shared(self.lora_b))

@@ -1,0 +1,243 @@
+"""Context parallelism by hand: a sequence cut over the ranks, and attention over all of it.
+
+Who has what. With causal attention late positions attend to more than early ones: equal pieces would be unequal work.
+A sequence is cut into 2n chunks, and rank r has chunk r and chunk 2n - 1 - r ("zig-zag"): one early, one late.
+
+    n = 2     chunk     0   1   2   3
+              rank      0   1   1   0
+
+Ring attention. Keys and values go round the ring, n - 1 times to the next rank; each rank attends with its queries to
+what is there, while the next block is in flight. The blocks' outputs are put together by their log-sum-exps (online
+softmax), so nobody ever has scores of the whole sequence. In zig-zag a block from an earlier rank is attended to in its
+first half by all queries, one from a later rank in whole by the second half of the queries: the same work for
+everybody at every step. Only outputs and log-sum-exps are kept; backward sends keys and values round again, and their
+gradients follow them, one step behind, until they are home.
+
+Ulysses. An all-to-all gives every rank all positions of some heads; attention is the ordinary one; an all-to-all back.
+Fewer bytes, of which none can be hidden, and at most as many ranks as heads.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.comm.collectives import Pending, all_to_all, exchange_async
+from lockstep.errors import UserError
+from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.parallel.attention_block import Both, attention_block, attention_block_backward, joined
+from lockstep.parallel.exchange import PURPOSE, gather_from_ranks
+
+# ---- who has which positions ---------------------------------------------------------------------------------------
+
+
+def positions_of(rank: int, ranks: int, length: int) -> Tensor:
+    """Which of `length` positions are a rank's: two chunks, of one from each end."""
+    if length % (2 * ranks):
+        raise UserError(
+            f"a sequence of {length} positions cannot be cut into {2 * ranks} equal chunks, two for each of {ranks} "
+            f"ranks; give a multiple of {2 * ranks}"
+        )
+    chunks = torch.arange(length).chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank])) if ranks > 1 else torch.arange(length)
+
+
+def shard_sequence(tensor: Tensor, dim: int, process_group: GroupLike = None) -> Tensor:
+    """This rank's positions of a tensor that every rank has whole; `dim` is that of the positions."""
+    group = group_of(process_group, "cp")
+    if group.size == 1:
+        return tensor
+    return tensor.index_select(dim, positions_of(group.rank, group.size, tensor.shape[dim]).to(tensor.device))
+
+
+def gather_sequence(tensor: Tensor, dim: int, process_group: GroupLike = None) -> Tensor:
+    """The opposite: all positions, in their order, from the ranks' parts. Every rank gets the whole."""
+    group = group_of(process_group, "cp")
+    if group.size == 1:
+        return tensor
+    whole = gather_from_ranks(tensor, group, dim)
+    return whole.index_select(dim, natural_order(group, whole.shape[dim]).to(tensor.device))
+
+
+def natural_order(group: Group, length: int) -> Tensor:
+    """Where each position lies when the ranks' parts are laid end to end."""
+    laid = torch.cat([positions_of(rank, group.size, length) for rank in range(group.size)])
+    return laid.argsort()
+
+
+# ---- ring attention ------------------------------------------------------------------------------------------------
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
+    """Attention of this rank's queries to all ranks' keys.
+
+    q: (batch, heads, this rank's positions, dim); k and v may have fewer heads. Positions are as `shard_sequence` cuts.
+    """
+    check_heads(q, k)
+    group = group_of(process_group, "cp")
+    if causal and group.size > 1 and q.shape[2] % 2:
+        raise UserError(f"this rank has {q.shape[2]} positions, but zig-zag has two equal chunks; use shard_sequence")
+    out: Tensor = _Ring.apply(q, k, v, causal, group)
+    return out
+
+
+def check_heads(q: Tensor, k: Tensor) -> None:
+    if q.shape[1] % k.shape[1]:
+        raise UserError(f"{q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys equally")
+
+
+class Rotation:
+    """Sends a tensor to the next rank of the ring, and receives one from the rank before."""
+
+    def __init__(self, tensor: Tensor, group: Group) -> None:
+        self.received = torch.empty_like(tensor)
+        self._sent = tensor
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        self._pending: Pending = exchange_async([(tensor, after)], [(self.received, before)], group, purpose=PURPOSE)
+
+    def wait(self) -> Tensor:
+        self._pending.wait()
+        return self.received
+
+
+class Seen:
+    """Which part of a block is attended to, and by which queries."""
+
+    def __init__(self, mine: int, owner: int, causal: bool, length: int) -> None:
+        """`length`: of this rank's positions."""
+        everything, half = slice(0, length), length // 2
+        self.queries, self.keys, self.causal = everything, everything, causal and mine == owner
+        if causal and owner < mine:
+            self.keys = slice(0, half)
+        elif causal and owner > mine:
+            self.queries = slice(half, length)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: Group) -> Tensor:
+        q, block = q.contiguous(), torch.stack((k, v))
+        out = torch.zeros_like(q)
+        lse = torch.full(q.shape[:3], float("-inf"), dtype=wide(q.dtype), device=q.device)
+        mine = block
+        for step in range(group.size):
+            flight = Rotation(block, group) if step < group.size - 1 else None
+            seen = Seen(group.rank, (group.rank - step) % group.size, causal, q.shape[2])
+            k_block, v_block = block[:, :, :, seen.keys]
+            found = attention_block(q[:, :, seen.queries], *expanded(q, k_block, v_block), seen.causal)
+            if step == 0:
+                out, lse = found[0].to(wide(q.dtype)), found[1].contiguous()
+            else:
+                rows: Both = (out[:, :, seen.queries], lse[:, :, seen.queries])
+                out[:, :, seen.queries], lse[:, :, seen.queries] = joined(rows, found)
+            if flight is not None:
+                block = flight.wait()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, mine, out, lse)
+        ctx.causal, ctx.group = causal, group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        q, block, out, lse = ctx.saved_tensors
+        group, causal = ctx.group, ctx.causal
+        gradient = gradient.contiguous()
+        for_q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+        following: Rotation | None = None  # gradients of the block that is here, from the ranks before
+        for step in range(group.size):
+            flight = Rotation(block, group) if step < group.size - 1 else None
+            seen = Seen(group.rank, (group.rank - step) % group.size, causal, q.shape[2])
+            k_block, v_block = block[:, :, :, seen.keys]
+            k_block, v_block = expanded(q, k_block, v_block)
+            g, q_rows, o, s = (t[:, :, seen.queries].contiguous() for t in (gradient, q, out, lse))
+            found = attention_block_backward(g, q_rows, k_block.contiguous(), v_block.contiguous(), o, s, seen.causal)
+            for_q[:, :, seen.queries] += found[0]
+            here = torch.zeros(block.shape, dtype=wide(q.dtype), device=q.device)
+            if following is not None:
+                here.copy_(following.wait())
+            for index, part in enumerate(found[1:]):
+                here[index][:, :, seen.keys] += shrunk(part, block.shape[2])
+            if group.size > 1:
+                following = Rotation(here, group)
+            if flight is not None:
+                block = flight.wait()
+        home = following.wait() if following is not None else here
+        return for_q.to(q.dtype), home[0].to(q.dtype), home[1].to(q.dtype), None, None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What blocks are added up in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for every head of queries; several share one."""
+    sharing = q.shape[1] // k.shape[1]
+    return (k, v) if sharing == 1 else (k.repeat_interleave(sharing, 1), v.repeat_interleave(sharing, 1))
+
+
+def shrunk(gradient: Tensor, heads: int) -> Tensor:
+    """The gradient of keys that several heads of queries share."""
+    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
+
+
+# ---- Ulysses -------------------------------------------------------------------------------------------------------
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
+    """As `ring_attention`, by an all-to-all over heads and one back."""
+    check_heads(q, k)
+    group = group_of(process_group, "cp")
+    n, heads = group.size, q.shape[1]
+    if heads % n:
+        raise UserError(f"ulysses_attention gives each of {n} ranks some heads, and {heads} do not divide; use ring")
+    if k.shape[1] % n:
+        if n % k.shape[1]:
+            raise UserError(f"{k.shape[1]} heads of keys cannot be given to {n} ranks equally; use ring_attention")
+        k, v = (t.repeat_interleave(n // k.shape[1], 1) for t in (k, v))
+    order = natural_order(group, n * q.shape[2]).to(q.device) if n > 1 else None
+    q, k, v = (HeadsForPositions.apply(t, group) if n > 1 else t for t in (q, k, v))
+    if order is not None:
+        q, k, v = (t.index_select(2, order) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    if order is None:
+        return out
+    back: Tensor = PositionsForHeads.apply(out.index_select(2, order.argsort()), group)
+    return back
+
+
+def heads_for_positions(x: Tensor, group: Group) -> Tensor:
+    """(batch, heads, a part of the positions, dim) -> (batch, a part of the heads, positions, dim)."""
+    sent = torch.stack(x.chunk(group.size, 1))
+    received = all_to_all(torch.empty_like(sent), sent, group, purpose=PURPOSE)
+    return torch.cat(list(received), 2)
+
+
+def positions_for_heads(x: Tensor, group: Group) -> Tensor:
+    """The opposite."""
+    sent = torch.stack(x.chunk(group.size, 2))
+    received = all_to_all(torch.empty_like(sent), sent, group, purpose=PURPOSE)
+    return torch.cat(list(received), 1)
+
+
+class HeadsForPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return heads_for_positions(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return positions_for_heads(gradient, ctx.group), None
+
+
+class PositionsForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return positions_for_heads(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return heads_for_positions(gradient, ctx.group), None
