@@ -30,7 +30,7 @@ from lockstep.launch import Launch, adopt_environment
 from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link, without_flag
 from lockstep.models import build_model, parameter_count
 from lockstep.strategies import check_parallel, degrees_of
-from lockstep.strategies.tensor import check_tensor
+from lockstep.strategies.combining import check_cuts
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def check_model(config: Config) -> None:
         spec = DataSpec("tokens", (model.context,), model.vocabulary or 256)
     with torch.device("meta"):
         built = build_model(model, spec)
-    check_tensor(built, config.parallel.tp, config.parallel.sequence)
+    check_cuts(built, config.parallel, config.train.accumulation)
     parameters = parameter_count(built)
     room = psutil.virtual_memory().total
     if parameters * 4 > LARGEST * room:

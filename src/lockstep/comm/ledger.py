@@ -102,11 +102,11 @@ class Entry:
         return wire_factor(self.operation, self.group_size) * self.nbytes
 
 
-DATA_PURPOSES = ("gradients", "parameters", "flags", "buffers")
-"""Traffic along the data axes: it grows with the model."""
+MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers", "activations")
+"""Traffic that grows with the model or with the batch."""
 
-MODEL_PURPOSES = (*DATA_PURPOSES, "activations")
-"""And along the axes that cut the model, which grows with the batch too."""
+MODEL_AXES = ("pp", "cp", "tp")
+"""That cut the model; the others are of data."""
 
 STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
 """What a step waits for. The loss travels too, but only whoever reads it waits."""
@@ -154,8 +154,13 @@ class Ledger:
     def of(self, *purposes: str) -> list[Entry]:
         return [e for e in self.entries if e.purpose in purposes]
 
-    def traffic(self, *purposes: str) -> Traffic:
-        entries = self.of(*(purposes or MODEL_PURPOSES))
+    def traffic(self, axis: str = "") -> Traffic:
+        """Along one of the model's axes, or along the data's ("data"); all together if none is named. Who receives has
+        not sent.
+        """
+        entries = [e for e in self.of(*MODEL_PURPOSES) if e.operation != "recv"]
+        if axis:
+            entries = [e for e in entries if (e.axis if e.axis in MODEL_AXES else "data") == axis]
         parameters = sum(e.wire_bytes for e in entries if e.purpose == "parameters")
         return Traffic(len(entries), sum(e.wire_bytes for e in entries), parameters)
 

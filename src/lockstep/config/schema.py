@@ -170,6 +170,18 @@ class Parallel:
     """Ranks that hold one copy together. -1: the rest. None: under zero1 to fsdp all, or what replicate leaves."""
     shard_size: int | None = None
     """Ranks that hold one copy together under HYBRID_SHARD. None: those of a machine; on one machine, half of them."""
+    pp: int = 1
+    """Pipeline stages: ranks that have other layers, and read the same samples."""
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    """Of a pipeline: in which order its stages work on the micro-batches (`lockstep schedule` draws them)."""
+    micro_batches: int | None = None
+    """Of a pipeline, per step. None: train.accumulation, or twice the stages if that is 1."""
+    chunks: int = 1
+    """Parts of the model per stage, of interleaved (None of the others has more than one; zb-v always has two)."""
+    cp: int = 1
+    """Context parallel: ranks that have other positions of the same sequences."""
+    attention: Literal["ring", "ulysses"] = "ring"
+    """With cp: keys and values go round the ranks, or ranks exchange positions for heads."""
     tp: int = 1
     """Tensor parallel: ranks that have other rows or columns of the same matrices, and read the same samples."""
     sequence: bool = False

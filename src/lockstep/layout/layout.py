@@ -48,7 +48,7 @@ class Layout:
         self.coordinates = dict(zip(AXES, coordinates(world.rank, self.degrees), strict=True))
         """Of this rank."""
         self._groups: dict[tuple[str, ...], Group] = {}
-        for axes in [*((axis,) for axis in AXES), *PURPOSES.values()]:  # in one order on every rank
+        for axes in [*((axis,) for axis in AXES), ("shard", "cp"), *PURPOSES.values()]:  # in one order on every rank
             spanned = self._spanned(axes)
             if spanned not in self._groups:
                 self._groups[spanned] = self._make_group(spanned)
@@ -92,17 +92,19 @@ class Layout:
         return number
 
     def mesh(self, *axes: str) -> "DeviceMesh":
-        """A mesh of these axes, or of all that cut anything, for engines that take one. Its groups are ours: left to
-        itself, torch would make them on the world's first backend.
+        """A mesh of these axes, or of all that cut anything, for engines that take one; "shard x cp" is both as one.
+        Its groups are ours: left to itself, torch would make them on the world's first backend.
         """
         from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
         axes = axes or self._spanned(AXES)
-        groups = [self.group(axis) for axis in axes]
+        groups = [self.group(*axis.split(" x ")) for axis in axes]
         native = [g.process_group or self._new_group([self.world.rank]) for g in groups]
-        numbers = torch.tensor(self._ranks(axes)).view([g.size for g in groups])
+        spanned = tuple(name for axis in axes for name in axis.split(" x "))
+        numbers = torch.tensor(self._ranks(spanned)).view([g.size for g in groups])
         given = native[0] if len(native) == 1 else native
-        return DeviceMesh.from_group(given, self.world.device.type, numbers, mesh_dim_names=axes)
+        names = tuple(axis.split(" x ")[0] for axis in axes)
+        return DeviceMesh.from_group(given, self.world.device.type, numbers, mesh_dim_names=names)
 
     def seed(self, base: int) -> int:
         """Of this rank's random numbers in training: other ones where ranks hold other samples, positions or layers,

@@ -5,14 +5,13 @@ from dataclasses import replace
 import torch
 
 from lockstep.config import Config
-from lockstep.data import DataSpec
-from lockstep.layout import Group
+from lockstep.data import Batch, DataSpec, Share
 from lockstep.models import build_model
 from lockstep.models.loss import loss_for
-from lockstep.strategies import STRATEGIES, expected_traffic, strategy_named
+from lockstep.strategies import STRATEGIES, degrees_of, strategy_named
 from lockstep.strategies.options import COMPUTE_DTYPES, DTYPES
-from lockstep.strategies.tensor import activation_traffic, cut_tensors
-from lockstep.strategies.theory import ModelSizes, Theory, added
+from lockstep.strategies.theory import Theory, added
+from lockstep.strategies.traffic import FirstRank, traffic_by_axis
 
 
 def named_config(config: Config, name: str) -> Config:
@@ -40,14 +39,11 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
         model = build_model(config.model, spec).to(DTYPES[train.precision])
     if any(True for _ in model.buffers()):
         return None  # running statistics travel too
-    parallel, loss, compute = config.parallel, loss_for(spec.kind), COMPUTE_DTYPES.get(train.precision)
-    cut_tensors(model, Group("tp", 0, parallel.tp), parallel.sequence, loss)
-    data_ranks, positions = ranks // parallel.tp, spec.shape[0]
-    data = expected_traffic(ModelSizes.of(model, compute, parallel.reduce_dtype), parallel, data_ranks)
-    if parallel.tp == 1:
-        return data
-    if compute is not None or train.batch_size % (data_ranks * train.accumulation):
-        return None  # activations are in several dtypes, or ranks have different numbers of samples
-    tokens = train.batch_size // (data_ranks * train.accumulation) * (positions if spec.kind == "tokens" else 1)
-    tensor = activation_traffic(model, parallel.tp, parallel.sequence, loss, tokens, positions)
-    return added([data, *[tensor] * train.accumulation])
+    parallel, compute = config.parallel, COMPUTE_DTYPES.get(train.precision)
+    degrees = degrees_of(parallel, ranks)
+    rows = Share(0, degrees.replicate * degrees.shard).of(train.batch_size)
+    inputs = torch.empty((rows.stop - rows.start, *spec.shape), dtype=torch.int64 if spec.kind == "tokens" else None)
+    batch = Batch(inputs, inputs)
+    loss = loss_for(spec.kind)
+    found = traffic_by_axis(model, FirstRank(degrees), parallel, loss, batch, train.accumulation, compute=compute)
+    return added(found.values())

@@ -126,6 +126,8 @@ class Attention(nn.Module):
         heads = (shape.heads, shape.kv_heads, shape.kv_heads)
         self.qkv = fused(qkv, (shape.d_model, kv_width, kv_width), heads)
         self.output = ends_branch(nn.Linear(shape.d_model, shape.d_model, bias=bias), shape)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = self.causal_attention
+        """Of queries to keys and values, (batch, heads, tokens, head_size) each; there may be other ways."""
 
     def forward(self, x: Tensor) -> Tensor:
         shape = self.shape
@@ -135,17 +137,14 @@ class Attention(nn.Module):
         if shape.position == "rope":
             rotation = self.positions.rotation(q, shape.head_size)
             q, k = rotation.rotate(q), rotation.rotate(k)
-        with attention_kernel(shape.attention):
-            y = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                is_causal=True,
-                dropout_p=shape.dropout if self.training else 0.0,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        merged: Tensor = self.output(y.transpose(1, 2).flatten(2))
+        merged: Tensor = self.output(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return merged
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dropout = self.shape.dropout if self.training else 0.0
+        shared = q.shape[1] != k.shape[1]
+        with attention_kernel(self.shape.attention):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=shared)
 
 
 def attention_kernel(name: str) -> AbstractContextManager[None]:

@@ -58,6 +58,11 @@ class Passes:
         assert not self._held, "every forward has had its backward"
         self.post.end()
 
+    def forget(self) -> None:
+        """After forward passes that will have no backward."""
+        self._held.clear()
+        self.post.end()
+
     def carry_out(self, instruction: Instruction) -> None:
         i, part = instruction.micro_batch, self.placement.part(self.rank, instruction.chunk)
         match instruction.kind:

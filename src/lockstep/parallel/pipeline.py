@@ -56,7 +56,8 @@ class Pipeline:
         names = module.state_dict(keep_vars=True)
         first = {p: name for name, p in module.named_parameters()}
         self._first_names = {name: first[p] for name, p in names.items() if p in first}
-        self.stage, self._shared = cut_stage(module, self.placement, self.group, cuts)
+        self.stage = cut_stage(module, self.placement, self.group, cuts)
+        self._shared = self.stage.shared
         self.device = next((p.device for p in self.stage.parameters()), torch.device("cpu"))
         post = Post(lists, self.placement, self.group, self.device)
         self._passes = Passes(self.stage, post, self.placement, self.group.rank, recompute)

@@ -229,6 +229,16 @@ def pipeline_schedule(name: str, stages: int, micro_batches: int, chunks: int = 
     ]
 
 
+def forward_only(placement: Placement) -> list[list[Instruction]]:
+    """One batch through all parts, to look at what comes out."""
+    orders: list[list[Instruction]] = [[] for _ in range(placement.stages)]
+    for part in range(placement.parts):
+        rank, chunk = placement.place(part)
+        passes = with_messages(iter([Instruction("forward", 0, chunk)]), rank, placement)
+        orders[rank] += [i for i in passes if i.kind not in ("reduce", "step")]
+    return orders
+
+
 def placement_of(name: str, stages: int, chunks: int = 1) -> Placement:
     return Placement(stages, 2, folded=True) if name == "zb-v" else Placement(stages, chunks)
 

@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.layout.group import Group
 from lockstep.models.replace import replace_module
 from lockstep.parallel.schedule import Placement
+from lockstep.parallel.wrapper import broadcast_module
 
+SYNCHRONIZE = -1
+"""Instead of a chunk: nothing, of which every parameter has a part."""
 Layer = tuple[tuple[str, ...], Callable[..., Any]]
 
 
@@ -69,6 +73,12 @@ def even_cuts(costs: Sequence[int], parts: int) -> list[int]:
     return cuts[::-1]
 
 
+def broadcast_whole(module: nn.Module, group: Group) -> None:
+    """Before it is cut, every rank takes the first one's weights; on the meta device there are none yet."""
+    if all(p.device.type != "meta" for p in module.parameters()):
+        broadcast_module(module, group)
+
+
 class Elsewhere(nn.Module):
     """Stands where another rank's part of the model was."""
 
@@ -84,11 +94,16 @@ class Stage(nn.Module):
         # The very same submodules: whoever replaces one here replaces it there, where the layers' functions look.
         for own in ("_modules", "_parameters", "_buffers"):
             self.__dict__[own] = module.__dict__[own]
-        self.__dict__["whole"] = module
+        self.__dict__["whole"] = module  # not a submodule: its parameters are here already
         self.layers = layers
-        self._first_names = first_names
+        self.shared: dict[str, list[int]] = {}
+        """First names of parameters that other ranks' parts have too, and the ranks that have them."""
+        self.first_names = first_names
+        """Every name of every parameter of the whole model -> the first name of the same."""
 
     def forward(self, chunk: int, *activations: Tensor) -> Any:
+        if chunk == SYNCHRONIZE:
+            return torch.stack([0.0 * p.sum() for p in self.parameters() if p.requires_grad]).sum()
         passed: Any = activations
         for _, run in self.layers[chunk]:
             passed = run(*passed) if isinstance(passed, tuple) else run(passed)
@@ -100,7 +115,7 @@ class Stage(nn.Module):
         """A tied parameter under its first name, also where the module of that name is on another rank."""
         seen = set()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            known = self._first_names.get(name, name) if parameter not in seen else name
+            known = self.first_names.get(name, name) if parameter not in seen else name
             seen.add(parameter)
             yield known, parameter
 
@@ -110,10 +125,8 @@ class Stage(nn.Module):
         return super().train(mode)
 
 
-def cut_stage(
-    module: nn.Module, placement: Placement, group: Group, cuts: Sequence[int] | None = None
-) -> tuple[Stage, dict[str, list[int]]]:
-    """(this rank's stage; the first name of each parameter that parts on different ranks share, and those ranks)."""
+def cut_stage(module: nn.Module, placement: Placement, group: Group, cuts: Sequence[int] | None = None) -> Stage:
+    """This rank's stage."""
     layers = layers_of(module)
     layers = [(tuple(n for n in names if is_there(module, n)), run) for names, run in layers]
     if cuts is None:
@@ -138,7 +151,9 @@ def cut_stage(
             if name not in kept:
                 replace_module(module, name, Elsewhere())
     shared = {name: sorted(ranks) for name, ranks in sorted(holders.items()) if len(ranks) > 1}
-    return Stage(module, mine, first_names), shared
+    stage = Stage(module, mine, first_names)
+    stage.shared = shared
+    return stage
 
 
 def is_there(module: nn.Module, name: str) -> bool:

@@ -57,6 +57,13 @@ def tensor_parallel(
     """
     group = group_of(process_group, "tp")
     planned = match_plan(module, own_plan(module) if plan is None else plan)
+    return cut_as_planned(module, planned, group, sequence_parallel)
+
+
+def cut_as_planned(
+    module: nn.Module, planned: dict[str, str], group: Group, sequence_parallel: bool = False
+) -> nn.Module:
+    """`planned`: kinds by module names. A stage of a pipeline may have only some of what a plan is about."""
     if group.size == 1:
         return module
     if sequence_parallel and not {"vocab", "sequence"} & set(planned.values()):

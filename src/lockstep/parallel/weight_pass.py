@@ -8,7 +8,7 @@ gradient in backward as always.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,20 @@ Product = Callable[[], tuple[Tensor, Tensor]]
 class WeightPass(TorchFunctionMode):
     """Active around forward, it defers the weights' part of that forward's backward."""
 
+    active: ClassVar["WeightPass | None"] = None
+
     def __init__(self) -> None:
         super().__init__()
         self.left: list[Product] = []
+
+    def __enter__(self) -> "WeightPass":
+        WeightPass.active = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        WeightPass.active = None
+        super().__exit__(*raised)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

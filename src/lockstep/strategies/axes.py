@@ -1,18 +1,21 @@
-"""The axes that cut the model itself, as a strategy's name has them: `zero3,tp=2`, `zero1,tp=2:sequence`."""
+"""The axes that cut the model itself, as a strategy's name has them: `zero3,tp=2`, `zero1,pp=2:1f1b,tp=2:sequence`."""
 
 from dataclasses import replace
 from typing import Any
 
 from lockstep.config import Parallel
 from lockstep.errors import UserError
+from lockstep.parallel.schedule import SCHEDULES
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "pp": {name: {"schedule": name, "chunks": 2 if name in ("interleaved", "zb-v") else 1} for name in SCHEDULES},
     "replicate": {},
     "shard": {},
+    "cp": {"ring": {"attention": "ring"}, "ulysses": {"attention": "ulysses"}},
     "tp": {"sequence": {"sequence": True}},
 }
 """Axis -> what may stand after its degree, and what that sets."""
-MODEL_AXES = ("tp",)
+MODEL_AXES = ("pp", "cp", "tp")
 
 
 def model_degrees(parallel: Parallel) -> dict[str, int]:
@@ -39,8 +42,13 @@ def strategy_name(parallel: Parallel) -> str:
     """What to call it: the engine with its options, and the axes that cut the model."""
     chosen = ((parallel.algorithm, "native"), (parallel.compression, "none"))
     options = "".join(f"+{option}" for option, neutral in chosen if option != neutral)
-    axes = "".join(f",{axis}={degree}" for axis, degree in model_degrees(parallel).items() if degree > 1)
-    return f"{parallel.data}{options}{axes}" + (":sequence" if parallel.sequence else "")
+    said = {
+        "pp": f":{parallel.schedule}",
+        "cp": f":{parallel.attention}" if parallel.attention != "ring" else "",
+        "tp": ":sequence" if parallel.sequence else "",
+    }
+    degrees = {axis: degree for axis, degree in model_degrees(parallel).items() if degree > 1}
+    return f"{parallel.data}{options}" + "".join(f",{axis}={degree}{said[axis]}" for axis, degree in degrees.items())
 
 
 def allowed() -> str:

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.observe import ObservedGroup
 from lockstep.config import Parallel
+from lockstep.parallel.stage import SYNCHRONIZE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor
 
@@ -45,6 +46,12 @@ class DDP(Engine):
             return nullcontext()
         no_sync: AbstractContextManager[None] = self.module.no_sync()
         return no_sync
+
+    def meet_all(self) -> None:
+        """DDP reduces in a backward that every parameter has a part in: here is one, that adds nothing."""
+        if isinstance(self.module, DistributedDataParallel):
+            self.module(SYNCHRONIZE).backward()
+        self.finish_gradients()
 
     def finish_gradients(self) -> None:
         if self.group is not None:

@@ -40,7 +40,7 @@ class Engine(ABC):
     """The axis that takes all ranks, unless degrees are given: ranks hold copies, or (shard) parts."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Options, as in bucketed+topk, that comparisons list as rows of their own."""
-    model_axes: ClassVar[tuple[str, ...]] = ("tp",)
+    model_axes: ClassVar[tuple[str, ...]] = ("pp", "cp", "tp")
     """Axes that cut the model itself, with which it can be combined."""
     takes_compression: ClassVar[bool] = False
     """And an all-reduce algorithm."""
@@ -127,6 +127,8 @@ class Engine(ABC):
     """It computes in the right precision by itself: no autocast."""
     host_decides = False
     """It has something of its own to do at a skipped step, so the host must know of it at once."""
+    keeps_whole_gradients: ClassVar[bool] = True
+    """It can, between micro-batches, in `p.grad`; else they are cut up in backward."""
     scales_loss = False
     """fp16's loss scale is its own, and so are the steps that it skips to find it."""
     traffic_is_seen = True
@@ -158,6 +160,14 @@ class Engine(ABC):
 
     def finish_gradients(self) -> None:
         """When this returns, gradients are the global batch's."""
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Around a pass of a pipeline: gradients are kept until `meet_all`."""
+        return self.synchronize(last=False)
+
+    def meet_all(self) -> None:
+        """At the end of a pipeline's step: the gradients of all micro-batches meet."""
+        self.finish_gradients()
 
     def after_step(self) -> None:
         """For engines that average something else than gradients."""
@@ -223,9 +233,10 @@ class Engine(ABC):
 
     def make_worker(self) -> "Worker":
         """What executes a schedule; an engine that owns its step brings its own."""
-        from lockstep.strategies.worker import Worker  # it knows engines
+        from lockstep.strategies.pipeline import PipelineWorker  # they know engines
+        from lockstep.strategies.worker import Worker
 
-        return Worker(self)
+        return Worker(self) if self.layout.degrees.pp == 1 else PipelineWorker(self)
 
     def make_state(self) -> "State":
         from lockstep.strategies.state import RegionState  # it knows engines

@@ -41,6 +41,7 @@ class FSDP(Engine):
     shardings = get_args(Sharding)
     offloads = ("cpu",)
     fills_parts = True
+    keeps_whole_gradients = False
 
     @classmethod
     def variant(cls, parallel: Parallel, option: str) -> Parallel | None:
@@ -100,7 +101,7 @@ class FSDP(Engine):
         copies = degrees.replicate > 1
         self.traffic_is_seen = not copies  # the all-reduces between them are not
         options: dict[str, Any] = {
-            "mesh": self.layout.mesh("replicate", "shard") if copies else self.layout.mesh("shard")
+            "mesh": self.layout.mesh("replicate", "shard x cp") if copies else self.layout.mesh("shard x cp")
         }
         compute = self.options.compute_dtype
         reduce = torch.float32 if compute is not None and self.parallel.reduce_dtype == "fp32" else None

@@ -23,6 +23,7 @@ class FullySharded(Engine):
     variants = ("SHARD_GRAD_OP",)
     shardings = ("FULL_SHARD", "SHARD_GRAD_OP")
     offloads = ("cpu",)
+    model_axes = ("cp", "tp")
     fills_parts = True
     casts = True
     module: FullyShardedDataParallel

@@ -25,6 +25,7 @@ class LocalSGD(Engine):
     """Ranks differ between two meetings, so this equals one process only for K = 1 and a linear optimizer."""
 
     variants = ("diloco",)
+    model_axes = ("cp", "tp")
     host_decides = True
     sends_after_step = True
 

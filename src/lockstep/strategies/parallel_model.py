@@ -102,9 +102,13 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """[sum of losses, correct, count] of this rank's share of a test batch."""
-        batch = batch.to(self.world.device, self.options.dtype)
+        batch = self.worker.own_positions(batch.to(self.world.device, self.options.dtype))
         with self.worker.precision():
-            loss_sum, correct = self.worker.measure(self.engine.predict(batch.inputs), batch.targets)
+            outputs = self.worker.predict(batch.inputs)
+        if outputs is None:  # another stage has them
+            return torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        with self.worker.precision():
+            loss_sum, correct = self.worker.measure(outputs, batch.targets)
         count = torch.as_tensor(batch.target_count(), device=loss_sum.device)
         sums = torch.stack((loss_sum.double(), correct.double(), count.double()))
         return torch.zeros_like(sums) if batch.filler else sums

@@ -1,6 +1,6 @@
 """From a plain model on one device to one that is spread over the ranks: one function, in one fixed order.
 
-1. tensor parallel: by the model's own plan; the model knows nothing of ranks
+1. cut into stages, tensor parallel, context parallel: the model says how it is cut, and knows nothing of ranks
 2. recompute: activation checkpointing, around the blocks' own forward
 3. compile: inside the blocks, so that the hooks of what comes next stay outside
 4. the data engine: wraps or shards what is there, and makes the optimizer for what is left to train on this rank
@@ -16,13 +16,17 @@ from lockstep.config import Parallel
 from lockstep.layout import Group, Layout, World
 from lockstep.models import parameter_count
 from lockstep.models.deferred import Deferred
+from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.recompute import recompute
+from lockstep.parallel.stage import Stage
 from lockstep.strategies.compiling import compile_blocks, compile_model
+from lockstep.strategies.context import cut_positions
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.options import Options
 from lockstep.strategies.parallel_model import ParallelModel
+from lockstep.strategies.pipeline import cut_into_stages
 from lockstep.strategies.table import STRATEGIES, Table, check_parallel, degrees_of
-from lockstep.strategies.tensor import cut_tensors
+from lockstep.strategies.tensor import TensorPlan, cut_tensors
 
 
 def make_layout(world: World, parallel: Parallel, table: Table = STRATEGIES) -> Layout:
@@ -46,8 +50,13 @@ def parallelize(
         else:
             model = model.build()
     parameters = parameter_count(model)
-    engine.measure = cut_tensors(model, layout.group("tp"), options.parallel.sequence, options.loss)
-    recompute(model, options.recompute, options.recompute_every)
+    parallel = options.parallel
+    plan = TensorPlan.of(model, layout.degrees.tp, options.loss)
+    model = cut_into_stages(model, layout, parallel)
+    engine.measure = cut_tensors(model, plan, layout.group("tp"), parallel.sequence)
+    cut_positions(model, layout.group("cp"), parallel.attention)
+    if not isinstance(model, Stage) or blocks_of(model):  # a stage may have the embedding only
+        recompute(model, options.recompute, options.recompute_every)
     model.to(None if tensors is not None else layout.world.device, options.dtype)
     if engine.fills_parts:  # it shards block by block
         compile_blocks(model, options)
@@ -67,7 +76,7 @@ def fill(engine: Engine, tensors: Iterator[tuple[str, Tensor]]) -> None:
         if name in held:
             mine = held[name].tensor
             mine.copy_(held[name].region.read(whole).view(mine.shape))
-        else:
+        elif name in buffers:  # else another stage's
             buffers[name].copy_(whole)
 
 

@@ -63,6 +63,9 @@ class ShardedState(Engine):
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or self.stage == 2 else self.module.no_sync()
 
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
+
     def keep_own_gradients(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
 

@@ -11,6 +11,8 @@ from lockstep.strategies.theory import NOTHING, ModelSizes, Theory
 class Single(Engine):
     """In a world of several ranks, each does all the work by itself and none communicates."""
 
+    model_axes = ("pp", "tp")  # with cp gradients of positions have to meet
+
     @classmethod
     def degrees(cls, parallel: Parallel, ranks: int) -> Degrees:
         return Degrees()

@@ -95,11 +95,12 @@ class RegionState:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         engine = self.engine
-        found = gathered(engine.held(), engine.layout.norm)
-        first = first_names(engine.model)
-        # Buffers, and what is tied under its other names too.
-        state = {n: b.detach().clone() for n, b in engine.model.named_buffers() if n in persistent(engine.model)}
-        return {**{name: found[first[name]] for name in first}, **state}
+        saved = persistent(engine.model)
+        buffers = {n: Held(b, Region.whole(b.shape)) for n, b in engine.model.named_buffers() if n in saved}
+        found = gathered({**engine.held(), **buffers}, engine.layout.norm)
+        # What is tied under its other names too; a stage of a pipeline knows all names of the model.
+        first: dict[str, str] = getattr(engine.model, "first_names", None) or first_names(engine.model)
+        return {**found, **{name: found[first[name]] for name in first}}
 
 
 def gathered(held: dict[str, Held], group: Group) -> dict[str, Tensor]:

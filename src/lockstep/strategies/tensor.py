@@ -1,5 +1,6 @@
 """Tensor parallelism as an axis of a strategy: the model's plan, its loss, and what it refuses."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,22 +9,46 @@ from lockstep.errors import UserError
 from lockstep.layout import Group
 from lockstep.models.loss import LossSum, Measure, cross_entropy_sum
 from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from lockstep.parallel.tensor import Plan, SummedOverPositions, own_plan, tensor_parallel
+from lockstep.parallel.stage import Elsewhere
+from lockstep.parallel.tensor import SummedOverPositions, cut_as_planned, match_plan, own_plan
 from lockstep.parallel.vocabulary import cross_entropy_of_parts
 from lockstep.strategies.theory import NOTHING, Theory, all_reduce_factor, gather_factor
 
 
-def cut_tensors(model: nn.Module, group: Group, sequence: bool, loss: LossSum) -> Measure | None:
-    """Cut the model's matrices, in place. Returns what takes the loss, if its outputs are cut too."""
-    if group.size == 1:
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of which module, and which of them has outputs that are left cut."""
+
+    kinds: dict[str, str]
+    head: str | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, degree: int, loss: LossSum) -> "TensorPlan":
+        """The model's own. Logits that only a cross entropy reads are never gathered."""
+        if degree == 1:
+            return cls({})
+        plan = own_plan(model)
+        heads = [name for name, kind in plan.items() if kind == "column:gather"]
+        if len(heads) == 1 and loss is cross_entropy_sum:
+            return cls(match_plan(model, {**plan, heads[0]: "vocab"}), heads[0])
+        return cls(match_plan(model, plan))
+
+    def here(self, stage: nn.Module) -> "TensorPlan":
+        """What of it this stage of a pipeline has."""
+        there = {name for name, part in stage.named_modules(remove_duplicate=False) if not isinstance(part, Elsewhere)}
+        kinds = {name: kind for name, kind in self.kinds.items() if name in there}
+        return TensorPlan(kinds, self.head if self.head in kinds else None)
+
+
+def cut_tensors(stage: nn.Module, plan: TensorPlan, group: Group, sequence: bool) -> Measure | None:
+    """Cut the matrices of a model, or of a stage, in place. Returns what takes the loss, if its outputs are cut."""
+    plan = plan.here(stage)
+    cut_as_planned(stage, plan.kinds, group, sequence)
+    if plan.head is None or group.size == 1:
         return None
-    plan, head = plan_for(model, loss)
-    tensor_parallel(model, plan, group, sequence)
-    if head is None:
-        return None
-    cut = model.get_submodule(head)
-    assert isinstance(cut, ColumnParallelLinear)
-    start = cut.cut.ranges[0][0]
+    head = stage.get_submodule(plan.head)
+    assert isinstance(head, ColumnParallelLinear)
+    start = head.cut.ranges[0][0]
 
     def measure(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         loss, correct = cross_entropy_of_parts(outputs, targets, group, start)
@@ -32,61 +57,47 @@ def cut_tensors(model: nn.Module, group: Group, sequence: bool, loss: LossSum) -
     return measure
 
 
-def plan_for(model: nn.Module, loss: LossSum) -> tuple[Plan, str | None]:
-    """(the model's plan; the layer whose outputs are left cut). Logits that only a cross entropy reads are never
-    gathered.
-    """
-    plan = own_plan(model)
-    heads = [name for name, kind in plan.items() if kind == "column:gather"]
-    if len(heads) == 1 and loss is cross_entropy_sum:
-        return {**plan, heads[0]: "vocab"}, heads[0]
-    return plan, None
-
-
-def activation_traffic(
-    model: nn.Module, n: int, sequence: bool, loss: LossSum, tokens: int, positions: int
+def tensor_traffic(
+    stage: nn.Module, plan: TensorPlan, n: int, sequence: bool, tokens: int, positions: int, is_first: bool = True
 ) -> Theory | None:
-    """What tensor parallelism on n ranks sends for one micro-batch of `tokens`, forward and backward. `model` is cut
-    already. None where a layer is not trained, and so sends less.
+    """What tensor parallelism on n ranks sends for one micro-batch of `tokens`, forward and backward, where `stage` is
+    cut already. None where a layer is not trained, and so sends less. `is_first`: nobody wants the inputs' gradient.
     """
     if n == 1:
         return NOTHING
-    if not all(p.requires_grad for p in model.parameters()):
+    if not all(p.requires_grad for p in stage.parameters()):
         return None
-    itemsize = next(model.parameters()).element_size()
-    passes, elements = 0, 0.0  # an all-reduce, or a reduce-scatter and an all-gather, are two passes over the elements
-    collectives = 0
-    first = True
-    for part in model.modules():
+    plan = plan.here(stage)
+    itemsize = next(stage.parameters()).element_size()
+    elements, collectives = 0.0, 0  # an all-reduce, or a reduce-scatter and an all-gather, pass over elements twice
+    for part in stage.modules():
         match part:
             case ColumnParallelLinear():
-                passes, wide = (2, part.in_features) if not first else (0, 0)
-                collectives += 0 if first else 2 if sequence else 1
+                wide = 0 if is_first else part.in_features
                 if part.gather_output:
                     elements += tokens * max(part.cut.sizes) * n
                     collectives += 1
             case RowParallelLinear():
-                passes, wide = 2, part.out_features
-                collectives += 2 if sequence else 1
+                wide = part.out_features
             case VocabParallelEmbedding():
-                passes, wide = 2, part.embedding_dim
-                collectives += 2 if sequence else 1
+                wide = part.embedding_dim
             case _:
                 continue
-        elements += passes * tokens * wide
-        first = False
+        elements += 2 * tokens * wide
+        collectives += 0 if not wide else 2 if sequence else 1
+        is_first = False
     if sequence:
-        whole = [part for part in model.modules() if isinstance(part.forward, SummedOverPositions)]
+        whole = [part for part in stage.modules() if isinstance(part.forward, SummedOverPositions)]
         elements += sum(2 * p.numel() for part in whole for p in part.parameters(recurse=False))
         collectives += len(whole)
-        for name, kind in plan_for(model, loss)[0].items():
+        for name, kind in plan.kinds.items():
             if kind == "sequence":  # its output is for all samples alike
-                embedding = model.get_submodule(name)
+                embedding = stage.get_submodule(name)
                 assert isinstance(embedding, nn.Embedding)
                 elements += positions * embedding.embedding_dim
                 collectives += 1
     sent = gather_factor(n) * elements * itemsize
-    if plan_for(model, loss)[1] is not None:  # the largest logit, then the sum and the target's
+    if plan.head is not None:  # the largest logit, then the sum and the target's
         sent += all_reduce_factor(n) * 3 * tokens * max(itemsize, 4)
         collectives += 2
     return Theory(collectives, sent)

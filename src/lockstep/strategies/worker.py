@@ -23,6 +23,7 @@ from lockstep.comm.collectives import Pending, all_gather_objects, all_reduce_as
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.data import Batch
 from lockstep.models.loss import with_correct_count
+from lockstep.parallel.context import shard_sequence
 from lockstep.parallel.schedule import Instruction, one_stage
 from lockstep.strategies.compiling import compiled
 from lockstep.strategies.engine import Engine
@@ -83,16 +84,32 @@ class Worker:
                 self._carry_out(instruction, step)
         return step.totals
 
+    @property
+    def tells_counts(self) -> bool:
+        """Targets are counted once, however many ranks have them; whether to stop is everybody's to say."""
+        return self.layout.coordinates["tp"] == 0
+
+    def own_positions(self, batch: Batch) -> Batch:
+        """Of every sequence this rank's, where context parallelism has cut them."""
+        group = self.layout.group("cp")
+        if group.size == 1:
+            return batch
+        return Batch(shard_sequence(batch.inputs, 1, group), shard_sequence(batch.targets, 1, group), batch.filler)
+
     def _begin(self, batch: Batch, around: Callable[[bool], AbstractContextManager[None]]) -> Step:
-        batch = batch.to(self.device, self.options.dtype)
+        batch = self.own_positions(batch.to(self.device, self.options.dtype))
         self.engine.zero_gradients()
         counts = torch.zeros(2, dtype=torch.float64, device=self.device)
-        counts[0].fill_(batch.target_count())  # counts[0] = ... would copy from the host, and wait for the device
+        if self.tells_counts:
+            counts[0].fill_(batch.target_count())  # counts[0] = ... would copy from the host, and wait for the device
         counts[1].fill_(float(self.stop_requested))
-        counting = all_reduce_async(counts, group=self.layout.loss, purpose="count")
+        counting = all_reduce_async(counts, group=self.layout.norm, purpose="count")
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         totals = Totals(sums, counts, Pending(None), sums[0])
-        return Step(batch.micro_batches(self.options.accumulation), totals, counting, around)
+        return Step(self._micro_batches(batch), totals, counting, around)
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        return batch.micro_batches(self.options.accumulation)
 
     def _carry_out(self, instruction: Instruction, step: Step) -> None:
         match instruction.kind:
@@ -137,6 +154,10 @@ class Worker:
         # 0 * loss is 0 or NaN, and makes all gradients NaN.
         loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        """Forward without training; None where another rank has the outputs."""
+        return self.engine.predict(inputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.engine.module(inputs)

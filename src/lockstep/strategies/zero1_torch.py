@@ -53,6 +53,9 @@ class Zero1Torch(Engine):
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return self._ddp.synchronize(last)
 
+    def meet_all(self) -> None:
+        self._ddp.meet_all()
+
     def finish_gradients(self) -> None:
         self._ddp.finish_gradients()
 

@@ -19,15 +19,14 @@ def evaluate(strategy: ParallelModel, split: Split, batch_size: int = EVALUATION
     stopped = False
     for indices in Sampler(len(split), batch_size, shuffle=False).epoch(0):
         stopped = strategy.stop_requested
-        if share.count > 1:  # all ranks leave at the same batch: forward itself may communicate
-            stopped = any_rank(stopped, strategy.world.device, strategy.layout.loss)
+        if strategy.layout.norm.size > 1:  # all ranks leave at the same batch: forward itself may communicate
+            stopped = any_rank(stopped, strategy.world.device, strategy.layout.norm)
         if stopped:
             break
         sums += strategy.evaluate(read_share(split, indices, share))
     strategy.model.train()
     if stopped:
         return None
-    if share.count > 1:
-        all_reduce(sums, group=strategy.layout.loss, purpose="evaluation")
+    all_reduce(sums, group=strategy.layout.loss, purpose="evaluation")
     loss, correct, count = sums.tolist()
     return loss / max(count, 1.0), correct / max(count, 1.0)

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from rich.progress import Progress
 
-from lockstep.comm.ledger import DATA_PURPOSES, Traffic
+from lockstep.comm.ledger import Traffic
 from lockstep.config import Model, Parallel
 from lockstep.errors import UserError
 from lockstep.layout.world import World
-from lockstep.strategies import STRATEGIES, ParallelModel, expected_traffic, strategy_named
+from lockstep.strategies import STRATEGIES, ParallelModel, strategy_named
 from lockstep.strategies.axes import model_degrees
 from lockstep.strategies.table import Table
-from lockstep.strategies.tensor import activation_traffic, cut_tensors
-from lockstep.strategies.theory import ModelSizes, Theory, added
+from lockstep.strategies.theory import Theory, added
+from lockstep.strategies.traffic import traffic_by_axis
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
 from lockstep.verify.laws import check_law
 from lockstep.verify.scenarios import Scenario, cut_scenarios, saver_scenarios, scenarios_for
@@ -140,18 +140,14 @@ class Proofs:
 
     def _check_traffic(self, verdict: Verdict, strategy: ParallelModel, scenario: Scenario) -> None:
         """Of the last step: what the engine sends along the data axes, and what the axes of the model send."""
-        layout, options = strategy.layout, strategy.options
+        layout, parallel, options = strategy.layout, strategy.parallel, strategy.options
         with torch.device("meta"):
             model = scenario.build(seed=0).to(options.dtype)
-        sequence = strategy.parallel.sequence
-        cut_tensors(model, layout.group("tp"), sequence, options.loss)  # as it is before an engine shards it
-        data = expected_traffic(ModelSizes.of(model), strategy.parallel, layout.gradient.size, self.table)
+        batch = scenario.global_batch(0).share(strategy.batch_share())
+        expected = traffic_by_axis(model, layout, parallel, options.loss, batch, options.accumulation, self.table)
         verdict.counted, verdict.traffic_is_seen = strategy.ledger.traffic(), strategy.engine.traffic_is_seen
-        counted_ = {"data": strategy.ledger.traffic(*DATA_PURPOSES), "tp": strategy.ledger.traffic("activations")}
-        rows, positions = len(scenario.global_batch(0).share(strategy.batch_share())), scenario.spec.shape[0]
-        tensor = activation_traffic(model, layout.degrees.tp, sequence, options.loss, rows * positions, positions)
-        expected = {"data": data, "tp": tensor}
         verdict.expected = added(expected.values())
+        counted_ = {axis: strategy.ledger.traffic(axis) for axis in expected}
         for axis, theory in expected.items():
             if theory is not None and not theory.matches(counted_[axis]):
                 verdict.failures.append(

@@ -1,0 +1,28 @@
+"""What cannot be cut as asked for, refused before any rank starts."""
+
+from torch import nn
+
+from lockstep.config import Parallel
+from lockstep.errors import UserError
+from lockstep.parallel.schedule import check_schedule
+from lockstep.parallel.stage import layers_of
+from lockstep.strategies.context import check_context
+from lockstep.strategies.pipeline import micro_batches_of, placement_for
+from lockstep.strategies.tensor import check_tensor
+
+
+def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:
+    """Sizes that degrees do not divide, fewer layers than stages, micro-batches that do not fit a schedule. `model` may
+    be on the meta device.
+    """
+    check_tensor(model, parallel.tp, parallel.sequence)
+    check_context(model, parallel.cp, parallel.attention, parallel.tp)
+    if parallel.pp == 1:
+        return
+    check_schedule(parallel.schedule, parallel.pp, micro_batches_of(parallel, accumulation), parallel.chunks)
+    layers, parts = len(layers_of(model)), placement_for(parallel).parts
+    if layers < parts:
+        raise UserError(
+            f"parallel.pp {parallel.pp} with {parallel.schedule} cuts the model into {parts} parts, and it has "
+            f"{layers} layers (embedding and head included); use fewer stages or chunks, or more model.layers"
+        )

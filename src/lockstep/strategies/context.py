@@ -1,0 +1,81 @@
+"""Context parallelism as an axis of a strategy: positions, attention, and what it refuses."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UserError
+from lockstep.layout import Group
+from lockstep.parallel.context import positions_of, ring_attention, ulysses_attention
+from lockstep.strategies.theory import NOTHING, Theory, gather_factor
+
+ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+def cut_positions(model: nn.Module, group: Group, attention: str) -> None:
+    """Have a model, or a stage of it, work on this rank's positions."""
+    if group.size == 1:
+        return
+    whole: Any = getattr(model, "whole", model)
+
+    def own(count: int, device: torch.device) -> Tensor:
+        return positions_of(group.rank, group.size, count * group.size).to(device)
+
+    whole.positions.of = own
+    for part in attention_of(model):
+        part.attend = partial(ATTENTION[attention], causal=True, process_group=group)
+
+
+def attention_of(model: nn.Module) -> list[Any]:
+    return [part for part in model.modules() if hasattr(part, "attend")]
+
+
+def context_traffic(model: nn.Module, n: int, attention: str, rows: int, positions: int, itemsize: int) -> Theory:
+    """What context parallelism on n ranks sends for one micro-batch of `rows` sequences, forward and backward.
+
+    Ring: keys and values to the next rank n - 1 times forward and backward, their gradients n times. Ulysses: queries,
+    keys, values and outputs change places forward, and their gradients backward.
+    """
+    if n == 1:
+        return NOTHING
+    collectives, sent = 0, 0.0
+    for part in attention_of(model):
+        queries, keys, _ = part.qkv.parts
+        if attention == "ring":
+            block = 2 * rows * keys * positions // n * itemsize
+            collectives += 3 * n - 2
+            sent += (3 * n - 2) * block
+        else:
+            heads = keys // part.shape.head_size
+            keys *= 1 if heads % n == 0 else n // heads
+            collectives += 8
+            sent += gather_factor(n) * 2 * (2 * queries + 2 * keys) * rows * positions // n * itemsize
+    return Theory(collectives, sent)
+
+
+def check_context(model: nn.Module, degree: int, attention: str, tp: int) -> None:
+    """Refuse what cannot be cut, with what would work."""
+    if degree == 1:
+        return
+    shape: Any = getattr(model, "shape", None)
+    if shape is None or not attention_of(model):
+        raise UserError(
+            f"parallel.cp {degree} cuts sequences, and {type(model).__name__} has no attention over any; use gpt"
+        )
+    if shape.context % (2 * degree):
+        raise UserError(
+            f"parallel.cp {degree} cuts sequences into {2 * degree} equal chunks, and model.context {shape.context} is "
+            f"no multiple of that; use {-(-shape.context // (2 * degree)) * 2 * degree}"
+        )
+    if shape.dropout > 0:
+        raise UserError(
+            f"parallel.cp does not drop attention's weights, and model.dropout is {shape.dropout:g}; set it to 0"
+        )
+    heads, kv_heads = shape.heads // tp, max(1, shape.kv_heads // tp)
+    if attention == "ulysses" and (heads % degree or (kv_heads % degree and degree % kv_heads)):
+        raise UserError(
+            f"parallel.attention ulysses gives each of {degree} ranks whole heads, and there are {heads} of queries "
+            f"and {kv_heads} of keys; use ring"
+        )

@@ -1,0 +1,103 @@
+"""What a rank sends in a step by theory, axis by axis."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import Parallel
+from lockstep.data import Batch
+from lockstep.layout import Degrees, Group, Layout
+from lockstep.models.loss import LossSum
+from lockstep.parallel.schedule import Placement
+from lockstep.parallel.stage import Stage, cut_stage
+from lockstep.strategies.context import context_traffic, cut_positions
+from lockstep.strategies.pipeline import micro_batches_of, placement_for
+from lockstep.strategies.table import STRATEGIES, Table, expected_traffic
+from lockstep.strategies.tensor import TensorPlan, cut_tensors, tensor_traffic
+from lockstep.strategies.theory import ModelSizes, Theory, added
+
+
+class FirstRank:
+    """The first rank of a layout that nobody has made."""
+
+    def __init__(self, degrees: Degrees) -> None:
+        self.degrees = degrees
+
+    def group(self, *axes: str) -> Group:
+        (axis,) = axes
+        return Group(axis, 0, self.degrees.by_axis()[axis])
+
+
+def traffic_by_axis(
+    model: nn.Module,
+    layout: Layout | FirstRank,
+    parallel: Parallel,
+    loss: LossSum,
+    batch: Batch,
+    accumulation: int = 1,
+    table: Table = STRATEGIES,
+    compute: torch.dtype | None = None,
+) -> dict[str, Theory | None]:
+    """`model`: whole, on the meta device; it is cut. `batch`: this rank's share of the global batch."""
+    degrees = layout.degrees
+    plan = TensorPlan.of(model, degrees.tp, loss)
+    pp, tp, cp = (layout.group(axis) for axis in ("pp", "tp", "cp"))
+    micro_batches = batch.micro_batches(accumulation if pp.size == 1 else micro_batches_of(parallel, accumulation))
+    stage = model
+    if pp.size > 1:
+        stage = cut_stage(model, placement_for(parallel), pp)
+    cut_tensors(stage, plan, tp, parallel.sequence)
+    cut_positions(stage, cp, parallel.attention)
+    ranks = degrees.replicate * degrees.shard * degrees.cp
+    found = {"data": expected_traffic(ModelSizes.of(stage, compute, parallel.reduce_dtype), parallel, ranks, table)}
+    if pp.size > 1 and not table[parallel.data].keeps_whole_gradients:
+        return {"data": None}  # what is gathered and reduced depends on how forwards and backwards follow each other
+    if compute is not None and max(pp.size, tp.size, cp.size) > 1:
+        return {**found, "pp": None, "cp": None, "tp": None}  # activations are in several dtypes
+    positions = batch.inputs.shape[1] // cp.size if cp.size > 1 or batch.inputs.dim() == 2 else 1
+    if not batch.inputs.is_floating_point():
+        rows = [(len(m), len(m) * positions) for m in micro_batches]
+    else:
+        rows = [(len(m), len(m)) for m in micro_batches]
+    itemsize = next(stage.parameters()).element_size()
+    first = pp.rank == 0
+    found["tp"] = added(
+        tensor_traffic(stage, plan, tp.size, parallel.sequence, tokens, positions, first) for _, tokens in rows
+    )
+    found["cp"] = added(
+        context_traffic(stage, cp.size, parallel.attention, count, positions * cp.size, itemsize) for count, _ in rows
+    )
+    if isinstance(stage, Stage):
+        elements = sum(tokens for _, tokens in rows) * stage_width(stage)
+        if parallel.sequence:
+            elements //= tp.size
+        found["pp"] = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
+    return found
+
+
+def stage_width(stage: Stage) -> int:
+    """Features of what passes from one stage to the next."""
+    shape: Any = stage.__dict__["whole"].shape
+    width: int = shape.d_model
+    return width
+
+
+def pipeline_traffic(
+    stage: Stage, placement: Placement, rank: int, elements: int, micro_batches: int, itemsize: int
+) -> Theory:
+    """Activations to the next part and gradients to the one before, where those are on other ranks; and the gradients
+    of weights that stages share. `elements`: of all micro-batches, between two parts.
+    """
+    messages = 0
+    for chunk in range(placement.chunks):
+        part = placement.part(rank, chunk)
+        for neighbour in (part - 1, part + 1):
+            messages += 0 <= neighbour < placement.parts and placement.place(neighbour)[0] != rank
+    sent, collectives = float(messages * elements * itemsize), messages * micro_batches
+    named = dict(stage.named_parameters())
+    for name, ranks in stage.shared.items():
+        if name in named and named[name].requires_grad:
+            others = len(ranks) - 1
+            sent, collectives = sent + others * named[name].numel() * itemsize, collectives + others
+    return Theory(collectives, sent)
