@@ -11,6 +11,7 @@ from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.strategies import STRATEGIES, ParallelModel, strategy_named
 from lockstep.strategies.axes import model_degrees
+from lockstep.strategies.pipeline import placement_for
 from lockstep.strategies.table import Table
 from lockstep.strategies.theory import Theory, added
 from lockstep.strategies.traffic import traffic_by_axis
@@ -93,8 +94,9 @@ class Proofs:
             return self.scenarios
         if self.request.savers:
             return saver_scenarios(self.request.model)
-        cuts_model = any(degree > 1 for degree in model_degrees(parallel).values())
-        return cut_scenarios(self.request.model) if cuts_model else scenarios_for(self.request.model)
+        if all(degree == 1 for degree in model_degrees(parallel).values()):
+            return scenarios_for(self.request.model)
+        return cut_scenarios(self.request.model, placement_for(parallel).parts)
 
     def of(self, name: str) -> Verdict:
         defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)

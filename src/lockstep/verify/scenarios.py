@@ -85,19 +85,20 @@ def saver_scenarios(model: Model | None) -> list[Scenario]:
     ]
 
 
-def cut_scenarios(model: Model | None) -> list[Scenario]:
+def cut_scenarios(model: Model | None, parts: int = 1) -> list[Scenario]:
     """For strategies that cut the model itself: GPT-2's form with a tied head, and Llama's, untied, with fewer heads of
-    keys than of queries; or one model on all.
+    keys than of queries; or one model on all. `parts`: of a pipeline, each of which needs a layer.
     """
     if model is not None:
         return scenarios_for(model)
-    llama = replace(CUT_GPT, kv_heads=2, tied=False, norm="rmsnorm", position="rope", activation="swiglu")
+    tied = replace(CUT_GPT, layers=max(CUT_GPT.layers, parts - 2))  # embedding and head are layers too
+    llama = replace(tied, kv_heads=2, tied=False, norm="rmsnorm", position="rope", activation="swiglu")
     return [
-        Scenario("even", CUT_GPT, (8,)),
+        Scenario("even", tied, (8,)),
         Scenario("uneven", llama, (13, 6, 1), clip_norm=0.1),
-        Scenario("accumulated", CUT_GPT, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
+        Scenario("accumulated", tied, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
         Scenario("recomputed", llama, (8,), accumulation=2, recompute="full"),
-        Scenario("LoRA", CUT_GPT, (6,), accumulation=2, clip_norm=0.1, lora_rank=2),
+        Scenario("LoRA", tied, (6,), accumulation=2, clip_norm=0.1, lora_rank=2),
     ]
 
 
