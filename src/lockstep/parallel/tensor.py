@@ -57,6 +57,10 @@ def tensor_parallel(
     """
     group = group_of(process_group, "tp")
     planned = match_plan(module, own_plan(module) if plan is None else plan)
+    if sequence_parallel and not {"vocab", "sequence"} & set(planned.values()):
+        raise UserError(
+            "sequence_parallel needs to know where positions are cut first: a plan with a vocab or sequence module"
+        )
     return cut_as_planned(module, planned, group, sequence_parallel)
 
 
@@ -66,10 +70,6 @@ def cut_as_planned(
     """`planned`: kinds by module names. A stage of a pipeline may have only some of what a plan is about."""
     if group.size == 1:
         return module
-    if sequence_parallel and not {"vocab", "sequence"} & set(planned.values()):
-        raise UserError(
-            "sequence_parallel needs to know where positions are cut first: a plan with a vocab or sequence module"
-        )
     if all(p.device.type != "meta" for p in module.parameters()):
         check_same_model(module, group)
         broadcast_module(module, group)

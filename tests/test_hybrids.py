@@ -1,0 +1,181 @@
+"""Axes that cut the model, with the data engines: equal to one process, and checkpoints move between all of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import UserError
+from lockstep.config import Parallel
+from lockstep.data import Batch
+from lockstep.layout import Region
+from lockstep.layout.world import World
+from lockstep.parallel import context, parallel_linear
+from lockstep.strategies import strategy_name, strategy_named
+from lockstep.strategies.pipeline import PipelineWorker
+from lockstep.verify import Request, Verdict, verify
+from tests.ranks import on_ranks
+from tests.test_checkpoint import session
+
+FEW = ["zero3,tp=2", "ddp,pp=2:1f1b", "zero1,pp=2:zb-v,tp=2:sequence", "fsdp,cp=2"]
+TWO = [
+    *("single,tp=2", "single,tp=2:sequence", "bucketed,cp=2", "bucketed,cp=2:ulysses"),
+    *(f"single,pp=2:{name}" for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+]
+FOUR = [
+    *("single,tp=4", "single,pp=4:zb-h1", "bucketed,cp=4", "zero3,tp=2", "zero3,tp=2:sequence", "fsdp,tp=2"),
+    *("ddp,pp=2:1f1b", "ddp,pp=2:interleaved", "zero2,pp=2:1f1b", "fsdp,pp=2:1f1b", "zero1_torch,pp=2:gpipe"),
+    *("zero3,cp=2", "zero3,cp=2:ulysses", "fsdp,cp=2", "local_sgd,tp=2", "bucketed+topk,tp=2", "naive,pp=2:zb-v"),
+]
+EIGHT = [
+    *("zero1,pp=2:1f1b,tp=2", "fsdp+HYBRID_SHARD,tp=2", "fsdp,cp=2,tp=2", "zero3,cp=2,tp=2:sequence"),
+    *("ddp,pp=2:zb-h1,cp=2", "bucketed,pp=4:interleaved", "single,pp=2:zb-v,tp=4"),
+]
+
+
+def verify_some(world: World, names: list[str], steps: int) -> list[Verdict]:
+    return verify(world, Request(names, steps=steps))
+
+
+def failures(ranks: int, names: list[str], steps: int = 2, timeout: float = 110) -> dict[str, list[str]]:
+    verdicts = on_ranks(verify_some, ranks, names, steps, timeout=timeout)[0]
+    return {v.strategy: v.failures for v in verdicts if not v.passed}
+
+
+def test_some_of_each_axis_equal_one_process() -> None:
+    assert not failures(4, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ranks", "names"), [(2, TWO), (4, FOUR), (8, EIGHT)])
+def test_all_of_them_equal_one_process(ranks: int, names: list[str]) -> None:
+    assert not failures(ranks, names, 3, timeout=500)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def check_moves(rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]], folder: Path, timeout: float) -> None:
+    saved: dict[tuple[str, str], Any] = {}
+    for ranks, loads, saves in rounds:
+        found = on_ranks(session, ranks, loads, saves, folder, timeout=timeout)[0]
+        saved |= {(str(ranks), name): found[name] for name in saves}
+        for source, saver, loader in loads:
+            (weights, losses), (then, later) = found[source, saver, loader], saved[source, saver]
+            moved = f"{saver} of {source} ranks -> {loader} of {ranks}"
+            for name, tensor in then.items():
+                assert torch.equal(weights[name], tensor), (moved, name)
+            assert losses == pytest.approx(later, abs=1e-12), moved
+
+
+def test_a_checkpoint_moves_to_other_axes_and_back(tmp_path: Path) -> None:
+    rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
+        (4, [], ["zero3,tp=2", "zero1,pp=2:1f1b,tp=2"]),
+        (2, [("4", "zero3,tp=2", "single,pp=2:1f1b"), ("4", "zero1,pp=2:1f1b,tp=2", "zero3")], []),
+        (1, [("4", "zero3,tp=2", "single"), ("4", "zero1,pp=2:1f1b,tp=2", "single")], []),
+    ]
+    check_moves(rounds, tmp_path, 110)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_checkpoints_move_between_all_axes(tmp_path: Path) -> None:
+    two = ["single,tp=2:sequence", "single,pp=2:interleaved", "zero3,cp=1", "fsdp,tp=2"]
+    four = ["zero3,tp=2", "fsdp,tp=2", "ddp,pp=2:zb-v", "zero1,pp=2:1f1b,tp=2", "zero2,tp=2:sequence"]
+    rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
+        (1, [], ["single"]),
+        (4, [("1", "single", name) for name in four], four),
+        (2, [("4", a, b) for a in four for b in two], two),
+        (4, [("2", a, b) for a in two for b in four], []),
+        (1, [("4", name, "single") for name in four] + [("2", name, "single") for name in two], []),
+    ]
+    check_moves(rounds, tmp_path, 500)
+
+
+# ---- faults that must be found -------------------------------------------------------------------------------------
+
+
+def forgotten_all_reduce(patch: pytest.MonkeyPatch) -> None:
+    """A row-parallel layer does not sum its outputs."""
+    patch.setattr(parallel_linear, "reduce_from_ranks", lambda x, group: x)
+
+
+def norm_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """What two ranks hold counts twice in the gradient's norm."""
+    patch.setattr(Region, "minus", lambda self, others: self.boxes)
+
+
+def dropped_micro_batch(patch: pytest.MonkeyPatch) -> None:
+    """The last micro-batch counts nothing."""
+
+    def cut(self: PipelineWorker, batch: Batch) -> list[Batch]:
+        *kept, last = batch.micro_batches(self.micro_batches)
+        return [*kept, Batch(last.inputs, last.targets, filler=True)]
+
+    patch.setattr(PipelineWorker, "_micro_batches", cut)
+
+
+def tied_not_summed(patch: pytest.MonkeyPatch) -> None:
+    """Each stage steps a tied embedding by its own gradient."""
+    patch.setattr(PipelineWorker, "_sum_shared", lambda self: None)
+
+
+def mask_off_by_a_block(patch: pytest.MonkeyPatch) -> None:
+    """Queries see keys that come after them."""
+
+    class Shifted(context.Seen):
+        def __init__(self, mine: int, owner: int, causal: bool, length: int) -> None:
+            super().__init__(mine, owner, causal, length)
+            self.keys = self.queries = slice(0, length)
+
+    patch.setattr(context, "Seen", Shifted)
+
+
+FAULTS = {
+    "forgotten all-reduce": (forgotten_all_reduce, "single,tp=2", "even: step 1, the loss differs"),
+    "norm counted twice": (norm_counted_twice, "single,tp=2", "uneven: step 1, gradient of"),
+    "dropped micro-batch": (dropped_micro_batch, "single,pp=2:1f1b", "even: step 1, the loss differs"),
+    "tied not summed": (tied_not_summed, "single,pp=2:1f1b", "gradient of token_embedding.weight"),
+    "mask off by a block": (mask_off_by_a_block, "bucketed,cp=2", "even: step 1, the loss differs"),
+}
+
+
+def verify_faults(world: World) -> dict[str, list[str]]:
+    found = {}
+    for fault, (plant, name, _) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            found[fault] = verify(world, Request([name], steps=2))[0].failures
+    return found
+
+
+def test_planted_faults_are_named() -> None:
+    found = on_ranks(verify_faults, 2, timeout=110)[0]
+    for fault, (_, _, said) in FAULTS.items():
+        assert any(said in failure for failure in found[fault]), (fault, found[fault])
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["zero3,tp=2", "ddp,pp=2:zb-v", "zero1,pp=2:1f1b,tp=2:sequence", "fsdp,cp=2:ulysses"])
+def test_names_and_sections_are_the_same(name: str) -> None:
+    assert strategy_name(strategy_named(name)) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("zero3,tp", "must be an axis and its degree"),
+        ("zero3,xp=2", "must be an axis and its degree"),
+        ("zero3,tp=two", "must be an axis and its degree"),
+        ("zero3,tp=2:fast", "'fast' after tp"),
+        ("ddp,pp=2:2f2b", "'2f2b' after pp"),
+        ("nothing,tp=2", "does not exist"),
+    ],
+)
+def test_wrong_names_are_refused(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        strategy_named(name, Parallel())
