@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.comm.ledger import Mark, mark
 from lockstep.parallel.messages import Message, Post
-from lockstep.parallel.schedule import Instruction, Placement
+from lockstep.parallel.schedule import PASSES, Instruction, Placement
 from lockstep.parallel.weight_pass import WeightPass
 
 Run = Callable[..., Any]
@@ -35,6 +36,8 @@ class Passes:
         self.run, self.post, self.placement, self.rank, self.recompute = run, post, placement, rank, recompute
         self.splits_backward = False
         """The schedule has a pass of its own for the weights."""
+        self.spans: list[tuple[Instruction, Mark, Mark]] = []
+        """Of the passes of this step: when they ran."""
         self._held: dict[tuple[int, int], Held] = {}
         self._next_inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._gradients: dict[tuple[int, int], list[Tensor | None]] = {}
@@ -51,6 +54,7 @@ class Passes:
         `around`: of every pass. `shape`: of the batch, the same on all ranks.
         """
         self._inputs, self._loss, self._around = inputs, loss, around
+        self.spans = []
         self.post.begin(shape)
 
     def end(self) -> None:
@@ -82,17 +86,19 @@ class Passes:
                 gradients = self._gradients.pop((part - 1, i))
                 assert all(g is not None for g in gradients)
                 self.post.send(Message("gradient", part - 1, i), gradients, [False] * len(gradients))  # type: ignore
-            case "forward":
+            case kind if kind in PASSES:
+                start = mark(self.post.device)
                 with self._around(instruction):
-                    self._forward(part, i, instruction.chunk)
-            case "backward" | "backward_input":
-                with self._around(instruction):
-                    self._backward(part, i)
-                if instruction.kind == "backward":
-                    self._weights(part, i)
-            case "backward_weight":
-                with self._around(instruction):
-                    self._weights(part, i)
+                    self._pass(kind, part, i, instruction.chunk)
+                self.spans.append((instruction, start, mark(self.post.device)))
+
+    def _pass(self, kind: str, part: int, i: int, chunk: int) -> None:
+        if kind == "forward":
+            self._forward(part, i, chunk)
+        if kind in ("backward", "backward_input"):
+            self._backward(part, i)
+        if kind in ("backward", "backward_weight"):
+            self._weights(part, i)
 
     def _forward(self, part: int, i: int, chunk: int) -> None:
         inputs = [self._inputs(i)] if part == 0 else self._next_inputs.pop((part, i))

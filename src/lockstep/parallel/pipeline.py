@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects, broadcast, recv_async, send_async
+from lockstep.comm.ledger import seconds_between
 from lockstep.data.batch import Batch
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.messages import Post
 from lockstep.parallel.passes import Passes
-from lockstep.parallel.schedule import pipeline_schedule, placement_of
+from lockstep.parallel.schedule import Instruction, pipeline_schedule, placement_of
 from lockstep.parallel.stage import cut_stage
 from lockstep.parallel.wrapper import broadcast_module, check_same_model
 
@@ -101,6 +102,14 @@ class Pipeline:
         self._passes.end()
         self._sum_shared(before)
         return broadcast(total, src=self._last, group=self.group, purpose="loss").to(torch.get_default_dtype())
+
+    def spans(self) -> list[tuple[Instruction, float, float]]:
+        """When each pass of the last step began and ended, in seconds: of the host's clock; on a GPU, since the first."""
+        found = self._passes.spans
+        if not found or isinstance(found[0][1], float):
+            return [(i, seconds_between(0.0, start), seconds_between(0.0, end)) for i, start, end in found]
+        first = found[0][1]
+        return [(i, seconds_between(first, start), seconds_between(first, end)) for i, start, end in found]
 
     # ---- a weight that two ranks have --------------------------------------------------------------------------
 
