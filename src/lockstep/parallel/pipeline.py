@@ -104,7 +104,7 @@ class Pipeline:
         return broadcast(total, src=self._last, group=self.group, purpose="loss").to(torch.get_default_dtype())
 
     def spans(self) -> list[tuple[Instruction, float, float]]:
-        """When each pass of the last step began and ended, in seconds: of the host's clock; on a GPU, since the first."""
+        """When each pass of the last step began and ended: seconds of the host's clock; on a GPU, since the first."""
         found = self._passes.spans
         if not found or isinstance(found[0][1], float):
             return [(i, seconds_between(0.0, start), seconds_between(0.0, end)) for i, start, end in found]
