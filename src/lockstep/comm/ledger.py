@@ -98,15 +98,17 @@ class Entry:
         return self.wait_ended
 
     @property
+    def cut(self) -> str:
+        """The axis of the model that it is about, or "data": gradients also meet over the ranks of cp."""
+        return self.axis if self.purpose == "activations" or self.axis in ("pp", "tp") else "data"
+
+    @property
     def wire_bytes(self) -> float:
         return wire_factor(self.operation, self.group_size) * self.nbytes
 
 
 MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers", "activations")
 """Traffic that grows with the model or with the batch."""
-
-MODEL_AXES = ("pp", "cp", "tp")
-"""That cut the model; the others are of data."""
 
 STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
 """What a step waits for. The loss travels too, but only whoever reads it waits."""
@@ -160,7 +162,7 @@ class Ledger:
         """
         entries = [e for e in self.of(*MODEL_PURPOSES) if e.operation != "recv"]
         if axis:
-            entries = [e for e in entries if (e.axis if e.axis in MODEL_AXES else "data") == axis]
+            entries = [e for e in entries if e.cut == axis]
         parameters = sum(e.wire_bytes for e in entries if e.purpose == "parameters")
         return Traffic(len(entries), sum(e.wire_bytes for e in entries), parameters)
 

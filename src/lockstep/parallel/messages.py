@@ -13,6 +13,7 @@ what comes; from then on both sides know.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -195,3 +196,19 @@ def read_header(numbers: list[int]) -> Kinds:
         dtype, so, dimensions, *sizes = numbers[1 + i * (3 + MOST_DIMENSIONS) :][: 3 + MOST_DIMENSIONS]
         found.append(Kind(tuple(sizes[:dimensions]), DTYPES[dtype], bool(so)))
     return tuple(found)
+
+
+def sum_among(tensor: Tensor, ranks: list[int], group: Group) -> Tensor:
+    """A tensor that some ranks of the group have, summed. Of each two the lower one sends first: on GPUs their messages
+    pass one after the other.
+    """
+    mine = tensor.clone(memory_format=torch.contiguous_format)
+    total = mine.clone()
+    for other in ranks:
+        if other != group.rank:
+            theirs = torch.empty_like(mine)
+            actions = [partial(send_async, mine), partial(recv_async, theirs)]
+            for act in actions if group.rank < other else actions[::-1]:
+                act(other, group, purpose="gradients").wait()
+            total += theirs
+    return total

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import all_gather_objects, broadcast, recv_async, send_async
+from lockstep.comm.collectives import all_gather_objects, broadcast
 from lockstep.comm.ledger import seconds_between
 from lockstep.data.batch import Batch
 from lockstep.layout.group import GroupLike, group_of
-from lockstep.parallel.messages import Post
+from lockstep.parallel.messages import Post, sum_among
 from lockstep.parallel.passes import Passes
 from lockstep.parallel.schedule import Instruction, pipeline_schedule, placement_of
 from lockstep.parallel.stage import cut_stage
@@ -119,16 +119,10 @@ class Pipeline:
     def _sum_shared(self, before: dict[str, Tensor | None]) -> None:
         """Tied embeddings: each of the ranks that have one adds what the others have found out in this step."""
         for name, mine in self._shared_here():
-            own = torch.zeros_like(mine) if mine.grad is None else mine.grad.contiguous()
-            others = [rank for rank in self._shared[name] if rank != self.group.rank]
-            theirs = [torch.empty_like(own) for _ in others]
-            sends = [send_async(own, rank, self.group, purpose="gradients") for rank in others]
-            for rank, their in zip(others, theirs, strict=True):
-                recv_async(their, rank, self.group, purpose="gradients").wait()
-            for send in sends:
-                send.wait()
-            earlier = [gradient for gradient in [before[name]] if gradient is not None]
-            mine.grad = torch.stack([own, *theirs, *earlier]).sum(0)
+            found = torch.zeros_like(mine) if mine.grad is None else mine.grad
+            mine.grad = sum_among(found, self._shared[name], self.group)
+            if (earlier := before[name]) is not None:
+                mine.grad += earlier
 
     # ---- the whole, for looking at -----------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Pending, all_reduce_async, recv_async, send_async
+from lockstep.comm.collectives import all_reduce_async
 from lockstep.comm.ledger import recording
 from lockstep.config import Parallel
 from lockstep.data import Batch
 from lockstep.layout import Layout
 from lockstep.layout.region import local
-from lockstep.parallel.messages import Post
+from lockstep.parallel.messages import Post, sum_among
 from lockstep.parallel.passes import Passes
 from lockstep.parallel.schedule import Instruction, Placement, forward_only, pipeline_schedule, placement_of
 from lockstep.parallel.stage import Stage, broadcast_whole, cut_stage
@@ -143,15 +143,7 @@ class PipelineWorker(Worker):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             mine = local(parameter.grad)
-            sent = mine.clone(memory_format=torch.contiguous_format)
-            pending: list[Pending] = []
-            for rank in ranks:
-                if rank != self.group.rank:
-                    theirs = torch.empty_like(sent)
-                    pending.append(send_async(sent, rank, self.group, purpose="gradients"))
-                    pending.append(added_to(mine, theirs, recv_async(theirs, rank, self.group, purpose="gradients")))
-            for one in pending:
-                one.wait()
+            mine.copy_(sum_among(mine, ranks, self.group))
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         """All stages, one after the other."""
@@ -176,8 +168,3 @@ class PipelineWorker(Worker):
         self.passes.end()
         step.totals.own_loss = step.totals.sums[0].clone()
         return step.totals
-
-
-def added_to(mine: Tensor, theirs: Tensor, pending: Pending) -> Pending:
-    """When it has come."""
-    return pending.then(lambda: mine.add_(theirs))
