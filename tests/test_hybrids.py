@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lockstep import UserError
+from lockstep.cli import main
 from lockstep.config import Parallel
 from lockstep.data import Batch
 from lockstep.layout import Region
@@ -179,3 +180,24 @@ def test_names_and_sections_are_the_same(name: str) -> None:
 def test_wrong_names_are_refused(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         strategy_named(name, Parallel())
+
+
+# ---- configs -------------------------------------------------------------------------------------------------------
+
+SMALL = ["--data.name", "synthetic", "--data.samples", "16", "--model.d-model", "32", "--model.context", "32"]
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        ("gpt_tp", 2),
+        ("gpt_pp", 2),
+        ("gpt_long_context", 2),
+        pytest.param("gpt_3d", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_every_config_trains(config: str, ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--nproc", str(ranks), "--oversubscribe", "--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", f"configs/{config}.yaml", *flags, "--train.steps", "2", *SMALL]) == 0
+    assert "2 steps in" in capfd.readouterr().out
+    assert (tmp_path / "run" / "checkpoints").is_dir()
