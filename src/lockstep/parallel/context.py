@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lockstep.comm.collectives import Pending, all_to_all, exchange_async
 from lockstep.errors import UserError
@@ -69,12 +70,14 @@ def natural_order(group: Group, length: int) -> Tensor:
 # ---- ring attention ------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
     """Attention of this rank's queries to all ranks' keys.
 
     q: (batch, heads, this rank's positions, dim); k and v may have fewer heads. Positions are as `shard_sequence` cuts.
     """
-    check_heads(q, k)
+    check_shapes(q, k, v)
+    q, k, v = autocast(q, k, v)
     group = group_of(process_group, "cp")
     if causal and group.size > 1 and q.shape[2] % 2:
         raise UserError(f"this rank has {q.shape[2]} positions, but zig-zag has two equal chunks; use shard_sequence")
@@ -82,9 +85,22 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process
     return out
 
 
-def check_heads(q: Tensor, k: Tensor) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[1] % k.shape[1]:
         raise UserError(f"{q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys equally")
+    if k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[3] != k.shape[3]:
+        raise UserError(
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} must be of the same "
+            f"positions and sizes: this is attention of a sequence to itself"
+        )
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As it does for scaled_dot_product_attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
 class Rotation:
@@ -139,6 +155,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, block, out, lse = ctx.saved_tensors
         group, causal = ctx.group, ctx.causal
@@ -185,9 +202,11 @@ def shrunk(gradient: Tensor, heads: int) -> Tensor:
 # ---- Ulysses -------------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
     """As `ring_attention`, by an all-to-all over heads and one back."""
-    check_heads(q, k)
+    check_shapes(q, k, v)
+    q, k, v = autocast(q, k, v)
     group = group_of(process_group, "cp")
     n, heads = group.size, q.shape[1]
     if heads % n:
@@ -228,6 +247,7 @@ class HeadsForPositions(torch.autograd.Function):
         return heads_for_positions(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return positions_for_heads(gradient, ctx.group), None
 
@@ -239,5 +259,6 @@ class PositionsForHeads(torch.autograd.Function):
         return positions_for_heads(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return heads_for_positions(gradient, ctx.group), None

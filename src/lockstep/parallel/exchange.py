@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lockstep.comm.collectives import Pending, all_gather_async, all_reduce, reduce_scatter_async
 from lockstep.errors import UserError
@@ -130,6 +131,7 @@ class _CopyToRanks(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return summed(gradient, ctx.group), None
 
@@ -140,6 +142,7 @@ class _ReduceFromRanks(torch.autograd.Function):
         return summed(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
@@ -151,6 +154,7 @@ class _SplitToRanks(torch.autograd.Function):
         return own_part(x, group, dim).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gathered(gradient, ctx.group, ctx.dim), None, None
 
@@ -164,6 +168,7 @@ class _GatherFromRanks(torch.autograd.Function):
         return gathered(x, group, dim, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return gradient.split(ctx.sizes, ctx.dim)[ctx.rank].contiguous(), None, None, None
 
@@ -175,6 +180,7 @@ class _GatherPositions(torch.autograd.Function):
         return gathered(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return Scattering(gradient, ctx.group, ctx.dim).wait(), None, None
 
@@ -186,5 +192,6 @@ class _ScatterSums(torch.autograd.Function):
         return Scattering(x, group, dim).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gathered(gradient, ctx.group, ctx.dim), None, None

@@ -14,6 +14,7 @@ what comes; from then on both sides know.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from lockstep.comm.collectives import Pending, recv_async, send_async
 from lockstep.comm.ledger import about
+from lockstep.errors import UserError
 from lockstep.layout.group import Group
 from lockstep.parallel.schedule import Instruction, Placement
 
@@ -29,6 +31,8 @@ DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.bool),
 )
 MOST_TENSORS, MOST_DIMENSIONS = 8, 6
+MOST_SHAPES = 256
+"""Of batches, that are remembered."""
 HEADER = 1 + MOST_TENSORS * (3 + MOST_DIMENSIONS)
 """Numbers of a header: how many tensors; of each its dtype, whether it has a gradient, its dimensions."""
 
@@ -148,6 +152,9 @@ class Post:
     def begin(self, shape: object) -> None:
         """A new step, of a batch of this shape: all ranks have the same."""
         known = self._learnt.get(shape)
+        if known is None and len(self._learnt) == MOST_SHAPES:  # all ranks forget the same one
+            del self._learnt[next(iter(self._learnt))]
+        self._known = known or {}
         self._learning = None if known is not None else self._learnt.setdefault(shape, {})
         for inbox in self._inboxes.values():
             inbox.begin(known)
@@ -161,7 +168,9 @@ class Post:
     def send(self, message: Message, tensors: list[Tensor], has_gradient: list[bool]) -> None:
         to = self._to[message]
         group = self._later if to > self.rank else self._earlier
+        check_sendable(tensors, f"the {message.what} for part {message.part}")
         tensors = [t.detach().contiguous() for t in tensors]
+        self._check_known(message, tensors, has_gradient)
         pending = []
         if self._learning is not None:
             numbers = torch.tensor(header(tensors, has_gradient), dtype=torch.int64, device=self.device)
@@ -174,12 +183,36 @@ class Post:
         self._gone = [(kept, sends) for kept, sends in self._gone if not all(send.is_over for send in sends)]
         self._gone.append((tensors_kept, pending))
 
+    def _check_known(self, message: Message, tensors: list[Tensor], has_gradient: list[bool]) -> None:
+        """The receiver has asked for what it was in the step that both have learnt from."""
+        kinds = tuple(Kind(tuple(t.shape), t.dtype, so) for t, so in zip(tensors, has_gradient, strict=True))
+        if self._learning is not None:
+            self._learning[message] = kinds
+        elif self._known[message] != kinds:
+            raise UserError(
+                f"the {message.what} for part {message.part} was {self._known[message]} in an earlier step with a "
+                f"batch of this shape, and is {kinds} now; after freezing or unfreezing layers make a new Pipeline"
+            )
+
     def end(self) -> None:
         """Until everything has gone."""
         for _, pending in self._gone:
             for one in pending:
                 one.wait()
         self._gone = []
+
+
+def check_sendable(tensors: list[Any], what: str) -> None:
+    """What a header can describe."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMENSIONS:
+            kind = f"{tensor.dtype}, {tensor.dim()} dimensions" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UserError(
+                f"{what} has {kind} in it; between stages pass tensors of at most {MOST_DIMENSIONS} dimensions, and "
+                f"no complex ones"
+            )
+    if len(tensors) > MOST_TENSORS:
+        raise UserError(f"{what} is {len(tensors)} tensors; between stages pass at most {MOST_TENSORS}")
 
 
 def header(tensors: list[Tensor], has_gradient: list[bool]) -> list[int]:
@@ -203,12 +236,11 @@ def sum_among(tensor: Tensor, ranks: list[int], group: Group) -> Tensor:
     pass one after the other.
     """
     mine = tensor.clone(memory_format=torch.contiguous_format)
-    total = mine.clone()
+    found = {group.rank: mine}
     for other in ranks:
         if other != group.rank:
-            theirs = torch.empty_like(mine)
-            actions = [partial(send_async, mine), partial(recv_async, theirs)]
+            found[other] = torch.empty_like(mine)
+            actions = [partial(send_async, mine), partial(recv_async, found[other])]
             for act in actions if group.rank < other else actions[::-1]:
                 act(other, group, purpose="gradients").wait()
-            total += theirs
-    return total
+    return torch.stack([found[rank] for rank in ranks]).sum(0)  # in one order on all of them

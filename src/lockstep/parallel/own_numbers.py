@@ -20,12 +20,18 @@ class OwnNumbers:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._shared: tuple[torch.Generator, Tensor] | None = None
+        self._seed = -1
 
     def enter(self, x: Tensor) -> None:
-        seed = int(torch.randint(LARGEST_SEED, ()))  # of the host's stream, which ranks have in common
+        """Or stay in it. (A recomputation may end in the midst of a region, and whoever called it puts the stream
+        back: then it is another one's seed.)
+        """
         generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
-        self._shared = generator, generator.get_state()
-        generator.manual_seed(seed + self.group.rank)
+        if self._shared is not None and generator.initial_seed() == self._seed:
+            return
+        seed = int(torch.randint(LARGEST_SEED, ()))  # of the host's stream, which ranks have in common
+        self._shared, self._seed = (generator, generator.get_state()), seed + self.group.rank
+        generator.manual_seed(self._seed)
 
     def leave(self) -> None:
         if self._shared is not None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lockstep.comm.collectives import Pending, all_reduce_async
 from lockstep.layout.group import Group, GroupLike, group_of
@@ -68,6 +69,8 @@ class ColumnParallelLinear(nn.Module):
         self.cut = cut or fused_cut(linear, self.group)
         self.parts = self.cut.widths
         """Output features of this rank, of each part."""
+        self.leads_to_row = not gather_output
+        """Until then tensors are cut."""
         self.sequence_parallel = sequence_parallel and self.group.size > 1
         tied = {} if tied is None else tied
         self.weight = self._rows(linear.weight, tied)
@@ -172,6 +175,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         ((start, stop),) = self.cut.ranges
+        if not tokens.is_cuda and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.num_embeddings:
+            raise IndexError(f"a token is not in the vocabulary of {self.num_embeddings}")
         elsewhere = (tokens < start) | (tokens >= stop)
         if stop > start:
             x = F.embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)
@@ -245,6 +250,7 @@ class _Column(torch.autograd.Function):
         return joined(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         weight, *parts = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -257,16 +263,21 @@ class _Column(torch.autograd.Function):
             else:
                 flight = all_reduce_async(for_x, group=ctx.group, purpose=PURPOSE)
         if wants_weight:
-            slices = gradient.split([len(part) for part in parts])
-            products = [g.flatten(0, -2).t() @ x.flatten(0, -2) for g, x in zip(slices, parts, strict=True)]
+            slices = gradient.split([len(part) for part in parts]) if len(parts) > 1 else [gradient]
+            products = [rows(g).t() @ rows(x) for g, x in zip(slices, parts, strict=True)]
             for_weight = products[0] if len(products) == 1 else products[0].add_(products[1])
         if wants_bias:
-            for_bias = gradient.flatten(0, -2).sum(0)
+            for_bias = rows(gradient).sum(0)
         if isinstance(flight, Scattering):
             for_x = flight.wait()
         elif flight is not None:
             flight.wait()
         return for_x, for_weight, for_bias, None, None
+
+
+def rows(x: Tensor) -> Tensor:
+    """(..., features) -> (rows, features); also of a single row."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -282,6 +293,7 @@ class _SequenceRow(torch.autograd.Function):
         return joined([flight.wait() for flight in flights])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -294,9 +306,9 @@ class _SequenceRow(torch.autograd.Function):
             if wants_x:
                 for_x.append(whole @ weight)
             if for_weight is not None:
-                for_weight.addmm_(whole.flatten(0, -2).t(), part.flatten(0, -2))
+                for_weight.addmm_(rows(whole).t(), rows(part))
             if for_bias is not None:
-                for_bias += whole.flatten(0, -2).sum(0)
+                for_bias += rows(whole).sum(0)
         return joined(for_x) if wants_x else None, for_weight, for_bias, None
 
 
@@ -308,6 +320,7 @@ class _Share(torch.autograd.Function):
         return bias / ranks
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
@@ -321,6 +334,7 @@ class _SumOfSharedRows(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         gradient = gradient.clone()
         parts = zip(gradient.split(ctx.cut.widths), ctx.cut.shared, strict=True)

@@ -36,6 +36,8 @@ class Passes:
         self.run, self.post, self.placement, self.rank, self.recompute = run, post, placement, rank, recompute
         self.splits_backward = False
         """The schedule has a pass of its own for the weights."""
+        self.changes_inputs = False
+        """Some layer works in place."""
         self.spans: list[tuple[Instruction, Mark, Mark]] = []
         """Of the passes of this step: when they ran."""
         self._held: dict[tuple[int, int], Held] = {}
@@ -102,9 +104,11 @@ class Passes:
 
     def _forward(self, part: int, i: int, chunk: int) -> None:
         inputs = [self._inputs(i)] if part == 0 else self._next_inputs.pop((part, i))
-        weights = WeightPass() if self.splits_backward else None
+        weights = WeightPass() if self.splits_backward and not self.recompute else None
 
         def run(*inputs: Tensor) -> Any:
+            if self.changes_inputs:  # what has come from another rank is a leaf, which nobody may write to
+                inputs = tuple(x.clone() if x.requires_grad else x for x in inputs)
             with weights or nullcontext():
                 return self.run(chunk, *inputs)
 

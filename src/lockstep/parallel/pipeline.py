@@ -12,9 +12,11 @@ it (`schedule.py`): its passes (`passes.py`), and what is sent and received betw
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from lockstep.comm.collectives import all_gather_objects, broadcast
 from lockstep.comm.ledger import seconds_between
@@ -55,13 +57,14 @@ class Pipeline:
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
         names = module.state_dict(keep_vars=True)
-        first = {p: name for name, p in module.named_parameters()}
-        self._first_names = {name: first[p] for name, p in names.items() if p in first}
+        first: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self._first_names = {name: first[p] for name, p in names.items() if isinstance(p, Tensor) and p in first}
         self.stage = cut_stage(module, self.placement, self.group, cuts)
         self._shared = self.stage.shared
         self.device = next((p.device for p in self.stage.parameters()), torch.device("cpu"))
         post = Post(lists, self.placement, self.group, self.device)
         self._passes = Passes(self.stage, post, self.placement, self.group.rank, recompute)
+        self._passes.changes_inputs = any(getattr(part, "inplace", False) for part in self.stage.modules())
         self._passes.splits_backward = schedule.startswith("zb-")
         self._last = self.placement.place(self.placement.parts - 1)[0]
 
@@ -74,8 +77,8 @@ class Pipeline:
         return self.stage.named_parameters()
 
     def step(self, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
-        """Forward and backward of a batch, the same on all ranks. Returns the mean loss over all targets, on every
-        rank; gradients are added to those that stand in `p.grad`.
+        """Forward and backward of a batch, the same on all ranks. Returns the mean loss over all targets, in float64,
+        on every rank; gradients are added to those that stand in `p.grad`.
 
         `loss_fn(outputs, targets)` is a mean, over samples or over tokens that are not -100. Micro-batches are weighted
         by their number of targets.
@@ -87,7 +90,7 @@ class Pipeline:
 
         def loss_of(outputs: Tensor, i: int) -> Tensor:
             if counts[i] == 0:  # a micro-batch for which there was no sample, or none of whose targets counts
-                return outputs.sum() * 0.0
+                return sum_of(outputs) * 0.0
             loss = loss_fn(outputs, micro_batches[i].targets) * (counts[i] / sum(counts))
             total.add_(loss.detach())
             return loss
@@ -95,13 +98,13 @@ class Pipeline:
         before = {name: p.grad for name, p in self._shared_here()}
         for _, parameter in self._shared_here():
             parameter.grad = None
-        shapes = tuple(tuple(m.inputs.shape) for m in micro_batches)
+        shapes = (*(tuple(m.inputs.shape) for m in micro_batches), inputs.dtype, autocast_dtype(self.device))
         self._passes.begin(shapes, lambda i: micro_batches[i].inputs, loss_of)
         for instruction in self.instructions:
             self._passes.carry_out(instruction)
         self._passes.end()
         self._sum_shared(before)
-        return broadcast(total, src=self._last, group=self.group, purpose="loss").to(torch.get_default_dtype())
+        return broadcast(total, src=self._last, group=self.group, purpose="loss")
 
     def spans(self) -> list[tuple[Instruction, float, float]]:
         """When each pass of the last step began and ended: seconds of the host's clock; on a GPU, since the first."""
@@ -148,3 +151,12 @@ class Pipeline:
                     whole = mine[name].clone() if own else torch.empty(shape, dtype=dtype, device=self.device)
                     found[name] = broadcast(whole.contiguous(), rank, self.group, purpose="check")
         return found
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def sum_of(outputs: Any) -> Tensor:
+    tensors = [t for t in tree_flatten(outputs)[0] if isinstance(t, Tensor) and t.requires_grad]
+    return torch.stack([t.sum() for t in tensors]).sum()

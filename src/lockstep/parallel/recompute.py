@@ -5,16 +5,14 @@ names and all: only their `forward` is called through torch.utils.checkpoint, wh
 (dropout). Strategies that hook into blocks (zero3, fsdp) do so around it.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.weight_pass import WeightPass
 
 Recompute = Literal["none", "full", "every", "attention"]
 
@@ -22,13 +20,8 @@ Recompute = Literal["none", "full", "every", "attention"]
 def recompute(model: nn.Module, mode: Recompute, every: int = 2) -> nn.Module:
     """`full`: every block; `every`: each `every`-th block; `attention`: attention only, where memory grows fastest."""
     for module in _chosen(model, mode, every):
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=as_it_was)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     return model
-
-
-def as_it_was() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """(around forward, around its recomputation): what defers weights' gradients in one does so in the other."""
-    return nullcontext(), WeightPass.active or nullcontext()
 
 
 def _chosen(model: nn.Module, mode: Recompute, every: int) -> list[nn.Module]:

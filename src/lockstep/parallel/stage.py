@@ -29,8 +29,8 @@ def layers_of(module: nn.Module) -> list[Layer]:
     if say is not None:
         layers: list[Layer] = say()
         return layers
-    if isinstance(module, nn.Sequential):
-        return [((name,), module.get_submodule(name)) for name, _ in module.named_children()]
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        return [((name,), OneArgument(part)) for name, part in module._modules.items() if part is not None]
     raise UserError(
         f"{type(module).__name__} does not say what it is made of; give an nn.Sequential, or a module with "
         f"pipeline_layers(), a list of (names of submodules, function)"
@@ -79,6 +79,16 @@ def broadcast_whole(module: nn.Module, group: Group) -> None:
         broadcast_module(module, group)
 
 
+class OneArgument:
+    """An nn.Sequential gives its modules what the one before returned, a tuple as it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *activations: Any) -> Any:
+        return self.module(activations[0] if len(activations) == 1 else activations)
+
+
 class Elsewhere(nn.Module):
     """Stands where another rank's part of the model was."""
 
@@ -106,7 +116,7 @@ class Stage(nn.Module):
             return torch.stack([0.0 * p.sum() for p in self.parameters() if p.requires_grad]).sum()
         passed: Any = activations
         for _, run in self.layers[chunk]:
-            passed = run(*passed) if isinstance(passed, tuple) else run(passed)
+            passed = run(*passed) if isinstance(passed, tuple | list) else run(passed)
         return passed
 
     def named_parameters(

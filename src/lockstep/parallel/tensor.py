@@ -21,13 +21,17 @@ whole there (the weights of a norm) has a gradient of these positions: it is sum
 """
 
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.parametrize import is_parametrized
 
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.models.lora import LoRALinear
 from lockstep.models.replace import replace_module
 from lockstep.parallel.cuts import even_cut
 from lockstep.parallel.exchange import split_to_ranks, summed
@@ -75,6 +79,7 @@ def cut_as_planned(
         broadcast_module(module, group)
     numbers = OwnNumbers(group) if draws_numbers(module) else None
     check_tied(module, planned)
+    check_parents(module, planned)
     tied: Tied = {}
     cut: dict[nn.Module, nn.Module] = {}
     for name, kind in planned.items():
@@ -84,9 +89,10 @@ def cut_as_planned(
                 cut[part] = cut_module(part, kind, group, sequence_parallel, tied)
             except UserError as error:
                 raise UserError(f"{name} cannot be {kind}-parallel on {group.size} ranks: {error}") from None
+            cut[part].train(part.training)
         replace_module(module, name, cut[part])
     if sequence_parallel:
-        sum_gradients_of_whole(module, set(cut.values()), group)
+        sum_gradients_of_whole(module, {inner for part in cut.values() for inner in part.modules()}, group)
     if numbers is not None:
         use_own_numbers(module, set(cut.values()), numbers, sequence_parallel)
     return module
@@ -105,7 +111,7 @@ def own_plan(module: nn.Module) -> Plan:
 
 def match_plan(module: nn.Module, plan: Plan) -> dict[str, str]:
     """{module name: kind}. A pattern that names nothing, or two that disagree, are mistakes."""
-    names = [name for name, _ in module.named_modules() if name]
+    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     found: dict[str, str] = {}
     for pattern, kind in plan.items():
         if kind not in KINDS:
@@ -123,7 +129,7 @@ def match_plan(module: nn.Module, plan: Plan) -> dict[str, str]:
 def check_tied(module: nn.Module, planned: dict[str, str]) -> None:
     """A weight of two modules must be cut alike in both, or in neither."""
     users: dict[nn.Parameter, dict[str, str]] = {}
-    for name, part in module.named_modules():
+    for name, part in module.named_modules(remove_duplicate=False):
         for parameter in part.parameters(recurse=False):
             users.setdefault(parameter, {})[name] = planned.get(name, "")
     rows = {"column", "column:gather", "vocab"}
@@ -134,16 +140,25 @@ def check_tied(module: nn.Module, planned: dict[str, str]) -> None:
             raise UserError(f"{listed} share a weight, and the plan cuts it differently")
 
 
+def check_parents(module: nn.Module, planned: dict[str, str]) -> None:
+    """torch's encoder layer reads its linear layers' weights itself where it does not train."""
+    for name, part in module.named_modules(remove_duplicate=False):
+        inside = [inner for inner in planned if not name or inner.startswith(f"{name}.")]
+        if isinstance(part, nn.TransformerEncoderLayer) and inside:
+            raise UserError(f"{inside[0]} is part of an nn.TransformerEncoderLayer, which does not always call it")
+
+
 def cut_module(part: nn.Module, kind: str, group: Group, sequence: bool, tied: Tied) -> nn.Module:
     if kind == "sequence":
         if sequence:
             part.register_forward_hook(lambda _module, _inputs, output: split_to_ranks(output, group, SEQUENCE))
         return part
+    check_plain(part)
     if isinstance(part, nn.Embedding):
         if kind != "vocab":
             raise UserError("it is an embedding; say vocab")
-        if part.max_norm is not None or part.sparse or part.padding_idx is not None:
-            raise UserError("an embedding with max_norm, sparse or padding_idx cannot be cut")
+        if part.max_norm is not None or part.sparse or part.padding_idx is not None or part.scale_grad_by_freq:
+            raise UserError("an embedding with max_norm, sparse, padding_idx or scale_grad_by_freq cannot be cut")
         return VocabParallelEmbedding(part, group, sequence, tied)
     if not isinstance(part, nn.Linear):
         raise UserError(f"it is a {type(part).__name__}, and only linear layers and embeddings can be cut")
@@ -152,7 +167,22 @@ def cut_module(part: nn.Module, kind: str, group: Group, sequence: bool, tied: T
     whole = kind == "column:gather"
     # What is gathered, or ends in a loss, need not be cut evenly; what other layers compute with must be.
     cut = even_cut(part.out_features, group, uneven=True) if whole or kind == "vocab" else None
-    return ColumnParallelLinear(part, group, whole, sequence, cut, tied)
+    column = ColumnParallelLinear(part, group, whole, sequence, cut, tied)
+    column.leads_to_row = kind == "column"
+    return column
+
+
+PLAIN = (nn.Linear.forward, nn.Embedding.forward, LoRALinear.forward)
+
+
+def check_plain(part: nn.Module) -> None:
+    """Whatever a layer does besides multiplying would be lost with it."""
+    if isinstance(part, nn.Linear | nn.Embedding) and type(part).forward not in PLAIN:
+        raise UserError(f"{type(part).__name__} has a forward of its own, which its parts would not have")
+    if any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)):
+        raise UserError("it has hooks, which its parts would not have; register them afterwards")
+    if is_parametrized(part):
+        raise UserError("its weight is parametrized, which its parts' would not be")
 
 
 # ---- sequence parallelism: what is whole sees this rank's positions only -------------------------------------------
@@ -171,6 +201,7 @@ class SummedOverPositions:
     def __init__(self, part: nn.Module, group: Group) -> None:
         self.part, self.group, self.plain = part, group, part.forward
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = dict(self.part.named_parameters(recurse=False))
         summed_later = _SumTogether.apply(self.group, *own.values())
@@ -189,13 +220,16 @@ class _SumTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
+        ctx.set_materialize_grads(False)
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        total = summed(torch.cat([g.reshape(-1) for g in gradients]), ctx.group)
-        parts = total.split([g.numel() for g in gradients])
-        return None, *(part.view_as(g) for part, g in zip(parts, gradients, strict=True))
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        there = [g for g in gradients if g is not None]  # the same on all ranks: they run the same module
+        total = summed(torch.cat([g.reshape(-1) for g in there]), ctx.group)
+        parts = iter(total.split([g.numel() for g in there]))
+        return None, *(None if g is None else next(parts).view_as(g) for g in gradients)
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
@@ -203,12 +237,17 @@ class _SumTogether(torch.autograd.Function):
 
 def use_own_numbers(root: nn.Module, cut: set[nn.Module], numbers: OwnNumbers, sequence: bool) -> None:
     """Between a column and the row that follows it tensors are cut; with sequence parallelism, everywhere."""
+    root.register_forward_hook(lambda *_: numbers.leave(), always_call=True)  # also after an error
     if sequence:
-        root.register_forward_pre_hook(lambda _, inputs: numbers.enter(inputs[0]) if root.training else None)
-        root.register_forward_hook(lambda *_: numbers.leave(), always_call=True)
+        root.register_forward_pre_hook(partial(enter_with_inputs, numbers), with_kwargs=True)
         return
     for part in cut:
-        if isinstance(part, ColumnParallelLinear) and not part.gather_output:
+        if isinstance(part, ColumnParallelLinear) and part.leads_to_row:
             part.register_forward_hook(lambda part, _, output: numbers.enter(output) if part.training else None)
         elif isinstance(part, RowParallelLinear):
             part.register_forward_pre_hook(lambda *_: numbers.leave())
+
+
+def enter_with_inputs(numbers: OwnNumbers, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if root.training:
+        numbers.enter(next(value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.data.batch import IGNORED
@@ -74,6 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, correct
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
         softmax, column, elsewhere, ignored = ctx.saved_tensors
         for_logits = softmax.clone()

@@ -4,15 +4,17 @@ A linear layer's backward has two products. That of its input is what the stage 
 weight is needed at the end of the step only, and a zero-bubble schedule puts it where a rank would stand idle. While a
 `WeightPass` is active, linear layers compute the first in backward and leave the second, with what it needs (the
 layer's input and its output's gradient), to `run`. Other weights (norms, embeddings), which cost little, get their
-gradient in backward as always.
+gradient in backward as always; so do layers whose activations are computed again (torch.utils.checkpoint), as the
+recomputation knows nothing of passes.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 Product = Callable[[], tuple[Tensor, Tensor]]
@@ -22,27 +24,17 @@ Product = Callable[[], tuple[Tensor, Tensor]]
 class WeightPass(TorchFunctionMode):
     """Active around forward, it defers the weights' part of that forward's backward."""
 
-    active: ClassVar["WeightPass | None"] = None
-
     def __init__(self) -> None:
         super().__init__()
         self.left: list[Product] = []
-
-    def __enter__(self) -> "WeightPass":
-        WeightPass.active = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        WeightPass.active = None
-        super().__exit__(*raised)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is not F.linear:
             return function(*args, **kwargs)
         x, weight, bias = linear_arguments(*args, **kwargs)
-        if not (torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
+        trained = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
+        if not trained or not weight.is_leaf or is_recomputed():
             return F.linear(x, weight, bias)
         device = x.device.type
         if torch.is_autocast_enabled(device):  # it looks at torch's own functions only
@@ -61,6 +53,13 @@ class WeightPass(TorchFunctionMode):
 
 def linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
+
+
+def is_recomputed() -> bool:
+    """Whether what forward keeps for backward goes through hooks, as those of activation checkpointing. The one private
+    name that this needs.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def leaving_to(later: WeightPass, weight: Tensor) -> Callable[[Tensor, Tensor], None]:
@@ -84,8 +83,9 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
-        ctx.leave(rows, x.flatten(0, -2))
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        ctx.leave(rows, x.reshape(-1, x.shape[-1]))
         return gradient @ weight, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
