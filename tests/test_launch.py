@@ -230,8 +230,15 @@ def test_nproc_beside_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- endings ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])  # SIGTERM saves: see test_checkpoint.py
-def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "to_all"),
+    [
+        (signal.SIGINT, True),  # as a terminal does: everybody gets it
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.slow),
+        (signal.SIGKILL, False),
+    ],
+)  # SIGTERM saves: see test_checkpoint.py
+def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals, to_all: bool) -> None:
     command = [sys.executable, "-m", "lockstep", "train", "--nproc", "2", "--device", "cpu"]
     command += ["--train.epochs", "100000", "--run-dir", str(tmp_path / "run")]
     process = start(command)
@@ -241,8 +248,8 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals) 
         time.sleep(0.1)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2
-    if how == signal.SIGINT:
-        os.killpg(process.pid, how)  # as a terminal does: everybody gets it
+    if to_all:
+        os.killpg(process.pid, how)
     else:
         process.send_signal(how)
     output, _ = process.communicate(timeout=15)

@@ -110,7 +110,11 @@ class Checkpoints:
         """On a core that training has no use for at the moment: there is no hurry."""
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        self._write(state, run)
+        try:
+            self._write(state, run)
+        except RuntimeError as error:  # another rank is gone: training says which, and why
+            self.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.problem = f"checkpoint step-{run['step']:08d} was not saved: {self.failed}"
 
     def _write(self, state: dict[str, Any], run: dict[str, Any]) -> None:
         name = f"step-{run['step']:08d}"

@@ -56,7 +56,10 @@ def main(argv: list[str]) -> int:
 
 def told(result: TrainResult) -> int:
     """Say how the run has ended; the exit status is 0 only if all that it should leave behind is there."""
-    print(f"{counted(result.steps, 'step')} in {result.seconds:.1f} s; metrics and config in {result.folder}/")
+    taken = counted(result.steps - result.resumed_at, "step") + (
+        f", up to {result.steps}," if result.resumed_at else ""
+    )
+    print(f"{taken} in {result.seconds:.1f} s; metrics and config in {result.folder}/")
     if result.not_saved is not None:
         ended = f"stopped by {result.stopped_by}, and " if result.stopped else ""
         print(f"error: {ended}the last checkpoint was not saved: {result.not_saved}", file=sys.stderr)

@@ -189,6 +189,10 @@ def _start_server() -> None:
     forkserver.ensure_running()
 
 
+CTRL_C_PASSED_ON = signal.SIGUSR1
+"""Ctrl-C that came to this process; whoever saves knows it by that (`training/stopping.py`), others end."""
+
+
 @contextmanager
 def _passing_on(saves_when_stopped: bool) -> Iterator[list[str]]:
     """Hand SIGTERM to the ranks and go on waiting for them: training saves and returns, anything else ends.
@@ -209,7 +213,12 @@ def _passing_on(saves_when_stopped: bool) -> Iterator[list[str]]:
         if not ranks:  # none has started yet
             raise KeyboardInterrupt(received[-1])
         for rank in ranks:
-            (rank.kill if at_once else rank.terminate)()
+            if at_once:
+                rank.kill()
+            elif number == signal.SIGINT and rank.pid is not None:  # a terminal has told the ranks too: not twice
+                os.kill(rank.pid, CTRL_C_PASSED_ON)
+            else:
+                rank.terminate()
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

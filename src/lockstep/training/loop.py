@@ -42,6 +42,7 @@ class TrainResult:
     """What a run came to."""
 
     steps: int
+    """Reached: those of the runs that this one goes on from included."""
     loss: float
     """Mean over the last logged steps."""
     test_loss: float
@@ -58,6 +59,8 @@ class TrainResult:
     not_saved: str | None = None
     """Why the last checkpoint, which the run should leave behind, is not there."""
     folder: Path | None = None
+    resumed_at: int = 0
+    """The step that it went on from."""
 
 
 def train(
@@ -79,8 +82,11 @@ def train(
 def train_in_folder(world: World, config: Config, run_dir: str | None, resume: str | None) -> TrainResult:
     """The same, with the folder that the first rank chooses (`run_folder.py`)."""
     chosen = choose_folder(world, config, run_dir, resume)
-    for line in chosen.passed_over if world.is_main else ():
-        print(line)
+    if world.is_main:
+        for line in chosen.passed_over:
+            print(line)
+        if resume == "auto" and chosen.source is None:
+            print("--resume auto: there is no checkpoint to go on from; this run starts at the beginning")
     result = train(world, config, chosen.folder, resume=chosen.source)
     result.folder = chosen.folder
     return result
@@ -155,7 +161,7 @@ class Run:
         self.sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
         planned = config.train.epochs * self.sampler.steps_per_epoch
         self.total_steps = config.train.steps or planned
-        self.steps_done = 0
+        self.steps_done = self.resumed_at = 0
         self.skipped_in_a_row = 0
         self.unseen: deque[Issued] = deque()
         """Steps that have been issued and not been looked at."""
@@ -195,6 +201,7 @@ class Run:
         recent = self.losses[-10:]
         return TrainResult(
             steps=self.steps_done,
+            resumed_at=self.resumed_at,
             loss=sum(recent) / max(1, len(recent)),
             test_loss=test_loss,
             test_accuracy=test_accuracy,
@@ -236,7 +243,7 @@ class Run:
             raise UserError(f"{home} has no whole checkpoint to go on from")
         check_same_course(read_run(found), self._course(), found)
         saved = reading.load(found, self.strategy)
-        self.steps_done = int(saved["step"])
+        self.steps_done = self.resumed_at = int(saved["step"])
         ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
         self.console.print(f"resumed at step {self.steps_done} from {found}{ranks}", soft_wrap=True)
 

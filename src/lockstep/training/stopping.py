@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lockstep.launch.start import CTRL_C_PASSED_ON
 from lockstep.strategies import ParallelModel
 
-NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", CTRL_C_PASSED_ON: "Ctrl-C"}
 
 
 @contextmanager
