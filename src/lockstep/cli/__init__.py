@@ -28,6 +28,7 @@ COMMANDS = {  # name -> (module, what it answers)
     "bench comm": ("lockstep.cli.bench_comm", "what does my interconnect give? collectives in nccl-tests' terms"),
     "bench train": ("lockstep.cli.bench_train", "which strategy is fastest? steps of each, in turns, in one run"),
     "bench scaling": ("lockstep.cli.bench_scaling", "how does it scale? weak and strong, and what is lost to what"),
+    "strategies": ("lockstep.cli.strategies", "what is there to choose from? what each cuts, sends and holds"),
     "schedule": ("lockstep.cli.schedule", "how does a pipeline schedule look? drawn, and beside it a real run"),
     "profile": ("lockstep.cli.profile", "where does the time go? one trace of all ranks, and what it says in words"),
     "report": ("lockstep.cli.report", "show why: one HTML file from any set of results"),

@@ -48,6 +48,24 @@ class HandWritten(Engine):
             )
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        return {
+            "naive": "one all-reduce per parameter after backward",
+            "flat": "one all-reduce of all gradients after backward",
+            "overlap": "one all-reduce per parameter, as backward gives it",
+            "bucketed": "buckets of gradients, sent as they fill",
+        }[parallel.data] + (f"; {parallel.compression}" if parallel.compression != "none" else "")
+
+    @classmethod
+    def sends(cls, parallel: Parallel) -> str:
+        return {
+            "bf16": "2Ψ(n-1)/n, of 2 bytes",
+            "fp16": "2Ψ(n-1)/n, of 2 bytes",
+            "topk": "(n-1) k (value, index)",
+            "powersgd": "2 r (rows + columns)(n-1)/n",
+        }.get(parallel.compression, "2Ψ(n-1)/n")
+
+    @classmethod
     def overlaps(cls, parallel: Parallel) -> bool:
         return parallel.data in ("overlap", "bucketed")
 

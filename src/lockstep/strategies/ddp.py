@@ -18,6 +18,10 @@ DEFAULT_BUCKET_MB = 25.0
 
 class DDP(Engine):
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        return "PyTorch's DistributedDataParallel"
+
+    @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
         return Theory(None, all_reduce_factor(ranks) * sizes.psi * sizes.itemsize)
 

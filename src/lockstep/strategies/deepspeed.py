@@ -55,6 +55,18 @@ class DeepSpeed(Engine):
         return replace(parallel, zero_stage=cast(Any, int(option[-1])))
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        return f"DeepSpeed's ZeRO stage {parallel.zero_stage}"
+
+    @classmethod
+    def sends(cls, parallel: Parallel) -> str:
+        return "3Ψ(n-1)/n" if parallel.zero_stage == 3 else "2Ψ(n-1)/n"
+
+    @classmethod
+    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
+        return parallel.zero_stage >= 3, parallel.zero_stage >= 2, True
+
+    @classmethod
     def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
         if precision == "fp64":
             raise UserError("parallel.data deepspeed does not go with train.precision fp64: DeepSpeed does not know it")

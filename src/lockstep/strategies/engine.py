@@ -90,6 +90,21 @@ class Engine(ABC):
         return Degrees(**{cls.axis: open_axis}).resolve(ranks)
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        """What it does, in a few words."""
+        return ""
+
+    @classmethod
+    def sends(cls, parallel: Parallel) -> str:
+        """What a rank sends in a step, as a formula: Ψ trained elements, n ranks."""
+        return "2Ψ(n-1)/n"
+
+    @classmethod
+    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
+        """Whether each rank holds one n-th of parameters, of gradients, of the optimizer's state."""
+        return False, False, False
+
+    @classmethod
     def law(cls, parallel: Parallel) -> Law | None:
         """None: it is equal to one process."""
         return None

@@ -61,6 +61,20 @@ class FSDP(Engine):
         return Degrees(replicate=replicate or -1, shard=shard).resolve(ranks)
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        return f"PyTorch's FSDP2, {parallel.sharding}"
+
+    @classmethod
+    def sends(cls, parallel: Parallel) -> str:
+        inside = {"FULL_SHARD": "3Ψ(n-1)/n", "HYBRID_SHARD": "3Ψ(s-1)/s + 2Ψ(c-1)/(cs)"}
+        return inside.get(parallel.sharding, "2Ψ(n-1)/n")
+
+    @classmethod
+    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
+        whole = parallel.sharding == "NO_SHARD"
+        return not whole, not whole, not whole
+
+    @classmethod
     def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
         return True
 

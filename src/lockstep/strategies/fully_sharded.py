@@ -33,6 +33,18 @@ class FullySharded(Engine):
         return replace(parallel, sharding=cast(Any, option)) if option in cls.shardings else None
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        return "parameters sharded too: a block is whole only while it computes"
+
+    @classmethod
+    def sends(cls, parallel: Parallel) -> str:
+        return "3Ψ(n-1)/n" if parallel.sharding == "FULL_SHARD" else "2Ψ(n-1)/n"
+
+    @classmethod
+    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
+        return True, True, True
+
+    @classmethod
     def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
         return True
 

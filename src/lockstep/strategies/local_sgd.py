@@ -34,6 +34,15 @@ class LocalSGD(Engine):
         return replace(parallel, outer_lr=parallel.outer_lr or DILOCO_LR) if option == "diloco" else None
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        outer = "DiLoCo: ranks train apart, an outer step" if parallel.outer_lr else "ranks train apart, and average"
+        return f"{outer} every {parallel.sync_every} steps"
+
+    @classmethod
+    def sends(cls, parallel: Parallel) -> str:
+        return "2Ψ(n-1)/(nK)"
+
+    @classmethod
     def law(cls, parallel: Parallel) -> Law:
         # With lr 1 and no momentum DiLoCo's outer step lands on the mean.
         outer_lr = 1.0 if parallel.outer_lr else 0.0

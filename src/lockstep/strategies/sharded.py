@@ -30,6 +30,15 @@ class ShardedState(Engine):
     optimizer: ShardedOptimizer
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        what = "optimizer state" if parallel.data == "zero1" else "optimizer state and gradients"
+        return f"{what} sharded; reduce-scatter, then all-gather beside forward"
+
+    @classmethod
+    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
+        return False, parallel.data == "zero2", True
+
+    @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
         """The gradients to their owners, the parameters back, and which of them were used."""
         buckets = bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)

@@ -14,6 +14,14 @@ class Single(Engine):
     model_axes = ("pp", "tp")  # with cp gradients of positions have to meet
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        return "one process, the whole batch: the reference"
+
+    @classmethod
+    def sends(cls, parallel: Parallel) -> str:
+        return "0"
+
+    @classmethod
     def degrees(cls, parallel: Parallel, ranks: int) -> Degrees:
         return Degrees()
 

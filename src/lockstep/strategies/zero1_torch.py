@@ -22,6 +22,18 @@ class Zero1Torch(Engine):
     sends_after_step = True
 
     @classmethod
+    def says(cls, parallel: Parallel) -> str:
+        return "PyTorch's DDP and ZeroRedundancyOptimizer"
+
+    @classmethod
+    def sends(cls, parallel: Parallel) -> str:
+        return "2Ψ(n-1)/n + Ψ"
+
+    @classmethod
+    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
+        return False, False, True
+
+    @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
         """As DDP, and every parameter broadcast by its owner."""
         return Theory(None, (all_reduce_factor(ranks) + 1) * sizes.psi * sizes.itemsize)
