@@ -38,10 +38,11 @@ def attention_block_backward(
         )
         return for_q, for_k, for_v
     if has_flash(q):
-        nothing = torch.zeros((), dtype=torch.int64, device="cpu")  # no dropout: no random numbers
-        lengths = torch.empty(0, device=q.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: no random numbers
+        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])  # all sequences are of one length
         for_q, for_k, for_v = OPS._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse, lengths, lengths, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing
+            gradient, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset
         )
         return for_q, for_k, for_v
     return backward_by_hand(gradient, q, k, v, out, lse, causal)
