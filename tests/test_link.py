@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -68,25 +69,35 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @needs_namespaces
 def test_the_shaped_rate_shows_between_nodes_and_not_inside(tmp_path: Path) -> None:
+    """Every pair within a tenth of the rate. A machine that is busy with something else can make a pair slower for a
+    moment, and none faster: what counts is each pair's best of up to three runs.
+    """
     before = network()
-    file = tmp_path / "comm.json"
+    rate, best = 200e6 / 8, dict.fromkeys(((0, 2), (0, 3), (1, 2), (1, 3)), 0.0)
+    for _ in range(3):
+        found = shaped_run(tmp_path / "comm.json")
+        pairs = found["pairs"]["bandwidth_bytes_per_s"]
+        for a, b in best:
+            assert pairs[a][b] < 1.1 * rate
+            best[a, b] = max(best[a, b], pairs[a][b])
+        assert pairs[0][1] > 3 * rate
+        assert pairs[2][3] > 3 * rate
+        (row,) = found["rows"]
+        assert row["wrong"] == 0
+        assert 0.85 * rate < row["busbw_gbps"] * 1e9 < 1.1 * rate
+        if min(best.values()) > 0.9 * rate:
+            break
+    assert min(best.values()) > 0.9 * rate, best
+    assert network() == before
+
+
+def shaped_run(file: Path) -> Any:
     flags = ["-b", "4M", "-e", "4M", "-n", "3", "-w", "1", "--json", str(file)]
     process = lockstep("bench", "comm", "--link", "200mbit", "--collectives", "all_reduce", "pairs", *flags)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     assert "4 ranks" in out
-    found = json.loads(file.read_text())["result"]
-    rate = 200e6 / 8
-    pairs = found["pairs"]["bandwidth_bytes_per_s"]
-    across = [pairs[a][b] for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))]
-    assert max(across) < 1.1 * rate, across
-    assert max(across) > 0.9 * rate, across  # a busy machine makes single pairs slower, and none faster
-    assert pairs[0][1] > 3 * rate
-    assert pairs[2][3] > 3 * rate
-    (row,) = found["rows"]
-    assert row["wrong"] == 0
-    assert 0.85 * rate < row["busbw_gbps"] * 1e9 < 1.1 * rate
-    assert network() == before
+    return json.loads(file.read_text())["result"]
 
 
 @pytest.mark.slow

@@ -58,10 +58,18 @@ def cut_tensors(stage: nn.Module, plan: TensorPlan, group: Group, sequence: bool
 
 
 def tensor_traffic(
-    stage: nn.Module, plan: TensorPlan, n: int, sequence: bool, tokens: int, positions: int, is_first: bool = True
+    stage: nn.Module,
+    plan: TensorPlan,
+    n: int,
+    sequence: bool,
+    tokens: int,
+    positions: int,
+    is_first: bool = True,
+    pieces: int | None = 1,
 ) -> Theory | None:
     """What tensor parallelism on n ranks sends for one micro-batch of `tokens`, forward and backward, where `stage` is
     cut already. None where a layer is not trained, and so sends less. `is_first`: nobody wants the inputs' gradient.
+    `pieces`: of the batch, that travel by themselves with sequence parallelism (`halves`); None: nobody knows.
     """
     if n == 1:
         return NOTHING
@@ -73,18 +81,18 @@ def tensor_traffic(
     for part in stage.modules():
         match part:
             case ColumnParallelLinear():
-                wide = 0 if is_first else part.in_features
+                wide, messages = 0 if is_first else part.in_features, (pieces or 1) + 1
                 if part.gather_output:
                     elements += tokens * max(part.cut.sizes) * n
                     collectives += 1
             case RowParallelLinear():
-                wide = part.out_features
+                wide, messages = part.out_features, 2 * (pieces or 1)
             case VocabParallelEmbedding():
-                wide = part.embedding_dim
+                wide, messages = part.embedding_dim, 2
             case _:
                 continue
         elements += 2 * tokens * wide
-        collectives += 0 if not wide else 2 if sequence else 1
+        collectives += 0 if not wide else messages if sequence else 1
         is_first = False
     if sequence:
         whole = [part for part in stage.modules() if isinstance(part.forward, SummedOverPositions)]
@@ -100,7 +108,7 @@ def tensor_traffic(
     if plan.head is not None:  # the largest logit, then the sum and the target's
         sent += all_reduce_factor(n) * 3 * tokens * max(itemsize, 4)
         collectives += 2
-    return Theory(None if sequence else collectives, sent)  # on GPUs halves of a batch may travel by themselves
+    return Theory(None if sequence and pieces is None else collectives, sent)
 
 
 def check_tensor(model: nn.Module, degree: int, sequence: bool) -> None:

@@ -63,7 +63,8 @@ def traffic_by_axis(
     itemsize = next(stage.parameters()).element_size()
     first = pp.rank == 0
     found["tp"] = added(
-        tensor_traffic(stage, plan, tp.size, parallel.sequence, tokens, positions, first) for _, tokens in rows
+        tensor_traffic(stage, plan, tp.size, parallel.sequence, tokens, positions, first, layout_pieces(layout, count))
+        for count, tokens in rows
     )
     found["cp"] = added(
         context_traffic(stage, cp.size, parallel.attention, count, positions * cp.size, itemsize) for count, _ in rows
@@ -74,6 +75,13 @@ def traffic_by_axis(
             elements //= tp.size
         found["pp"] = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
     return found
+
+
+def layout_pieces(layout: Layout | FirstRank, rows: int) -> int | None:
+    """In how many pieces a batch of so many rows travels with sequence parallelism."""
+    if isinstance(layout, FirstRank):
+        return None
+    return 2 if layout.world.device.type == "cuda" and rows > 1 else 1
 
 
 def stage_width(stage: Stage) -> int:
