@@ -1,9 +1,10 @@
 """Start real ranks for a test function, return each rank's result, end the lot at a time-out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 
 
@@ -20,3 +21,15 @@ def on_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: floa
 def left_in_shm() -> set[str]:
     """Names of ours in shared memory, where none should stay."""
     return {path.name for path in Path("/dev/shm").glob("lockstep-*")}
+
+
+def refused(tries: Iterable[Callable[[], Any]]) -> list[str]:
+    """What each of them is refused with; "nothing" where it is not."""
+    said = []
+    for attempt in tries:
+        try:
+            attempt()
+            said.append("nothing")
+        except UserError as error:
+            said.append(str(error))
+    return said

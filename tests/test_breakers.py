@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import Pipeline, UserError, ring_attention, tensor_parallel, ulysses_attention
+from lockstep import Pipeline, ring_attention, tensor_parallel, ulysses_attention
 from lockstep.layout.world import World
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, refused
 from tests.test_tensor_parallel import gpt
 
 
@@ -151,13 +151,7 @@ def refusals(world: World) -> list[str]:
         lambda: ring_attention(q, k, k, causal=False),
         lambda: ulysses_attention(q, k, k, causal=False),
     ]
-    said = []
-    for attempt in tries:
-        try:
-            attempt()
-            said.append("nothing")
-        except UserError as error:
-            said.append(str(error))
+    said = refused(tries)
     model = tensor_parallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), {"0": "column", "1": "row"})
     x = torch.randn(4, requires_grad=True)  # a single row
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

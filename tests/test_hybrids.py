@@ -12,7 +12,7 @@ from lockstep.config import Parallel
 from lockstep.data import Batch
 from lockstep.layout import Region
 from lockstep.layout.world import World
-from lockstep.parallel import context, parallel_linear
+from lockstep.parallel import context, parallel_products
 from lockstep.strategies import strategy_name, strategy_named
 from lockstep.strategies.pipeline import PipelineWorker
 from lockstep.verify import Request, Verdict, verify
@@ -100,7 +100,7 @@ def test_checkpoints_move_between_all_axes(tmp_path: Path) -> None:
 
 def forgotten_all_reduce(patch: pytest.MonkeyPatch) -> None:
     """A row-parallel layer does not sum its outputs."""
-    patch.setattr(parallel_linear, "reduce_from_ranks", lambda x, group: x)
+    patch.setattr(parallel_products, "reduce_from_ranks", lambda x, group: x)
 
 
 def norm_counted_twice(patch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ class Parallel:
     micro_batches: int | None = None
     """Of a pipeline, per step. None: train.accumulation, or twice the stages if that is 1."""
     chunks: int = 1
-    """Parts of the model per stage, of interleaved (None of the others has more than one; zb-v always has two)."""
+    """Parts of the model per stage, of interleaved; the others have one, zb-v always two."""
     cp: int = 1
     """Context parallel: ranks that have other positions of the same sequences."""
     attention: Literal["ring", "ulysses"] = "ring"

@@ -28,6 +28,7 @@ from lockstep.comm.collectives import Pending, all_to_all, exchange_async
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.parallel.attention_block import Both, attention_block, attention_block_backward, joined
+from lockstep.parallel.autocast import as_autocast
 from lockstep.parallel.exchange import PURPOSE, gather_from_ranks
 
 # ---- who has which positions ---------------------------------------------------------------------------------------
@@ -77,11 +78,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process
     q: (batch, heads, this rank's positions, dim); k and v may have fewer heads. Positions are as `shard_sequence` cuts.
     """
     check_shapes(q, k, v)
-    q, k, v = autocast(q, k, v)
     group = group_of(process_group, "cp")
     if causal and group.size > 1 and q.shape[2] % 2:
         raise UserError(f"this rank has {q.shape[2]} positions, but zig-zag has two equal chunks; use shard_sequence")
-    out: Tensor = _Ring.apply(q, k, v, causal, group)
+    out: Tensor = _Ring.apply(*as_autocast(q, k, v), causal, group)
     return out
 
 
@@ -93,14 +93,6 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} must be of the same "
             f"positions and sizes: this is attention of a sequence to itself"
         )
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As it does for scaled_dot_product_attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
 class Rotation:
@@ -134,8 +126,6 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: Group) -> Tensor:
         q, block = q.contiguous(), torch.stack((k, v))
-        out = torch.zeros_like(q)
-        lse = torch.full(q.shape[:3], float("-inf"), dtype=wide(q.dtype), device=q.device)
         mine = block
         for step in range(group.size):
             flight = Rotation(block, group) if step < group.size - 1 else None
@@ -206,7 +196,6 @@ def shrunk(gradient: Tensor, heads: int) -> Tensor:
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
     """As `ring_attention`, by an all-to-all over heads and one back."""
     check_shapes(q, k, v)
-    q, k, v = autocast(q, k, v)
     group = group_of(process_group, "cp")
     n, heads = group.size, q.shape[1]
     if heads % n:
@@ -216,49 +205,33 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, proc
             raise UserError(f"{k.shape[1]} heads of keys cannot be given to {n} ranks equally; use ring_attention")
         k, v = (t.repeat_interleave(n // k.shape[1], 1) for t in (k, v))
     order = natural_order(group, n * q.shape[2]).to(q.device) if n > 1 else None
-    q, k, v = (HeadsForPositions.apply(t, group) if n > 1 else t for t in (q, k, v))
+    q, k, v = (_ChangePlaces.apply(t, group, 1, 2) if n > 1 else t for t in (q, k, v))
     if order is not None:
         q, k, v = (t.index_select(2, order) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     if order is None:
         return out
-    back: Tensor = PositionsForHeads.apply(out.index_select(2, order.argsort()), group)
+    back: Tensor = _ChangePlaces.apply(out.index_select(2, order.argsort()), group, 2, 1)
     return back
 
 
-def heads_for_positions(x: Tensor, group: Group) -> Tensor:
-    """(batch, heads, a part of the positions, dim) -> (batch, a part of the heads, positions, dim)."""
-    sent = torch.stack(x.chunk(group.size, 1))
-    received = all_to_all(torch.empty_like(sent), sent, group, purpose=PURPOSE)
-    return torch.cat(list(received), 2)
+class _ChangePlaces(torch.autograd.Function):
+    """Every rank gives each other a part of dimension `given`, and takes its part of `taken`: heads for positions, or
+    back. Backward is the opposite.
+    """
 
-
-def positions_for_heads(x: Tensor, group: Group) -> Tensor:
-    """The opposite."""
-    sent = torch.stack(x.chunk(group.size, 2))
-    received = all_to_all(torch.empty_like(sent), sent, group, purpose=PURPOSE)
-    return torch.cat(list(received), 1)
-
-
-class HeadsForPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return heads_for_positions(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, given: int, taken: int) -> Tensor:
+        ctx.group, ctx.given, ctx.taken = group, given, taken
+        return changed_places(x, group, given, taken)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return positions_for_heads(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return changed_places(gradient, ctx.group, ctx.taken, ctx.given), None, None, None
 
 
-class PositionsForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return positions_for_heads(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return heads_for_positions(gradient, ctx.group), None
+def changed_places(x: Tensor, group: Group, given: int, taken: int) -> Tensor:
+    sent = torch.stack(x.chunk(group.size, given))
+    received = all_to_all(torch.empty_like(sent), sent, group, purpose=PURPOSE)
+    return torch.cat(list(received), taken)

@@ -133,16 +133,23 @@ class Post:
     """All messages of one rank of a pipeline."""
 
     def __init__(
-        self, schedule: list[list[Instruction]], placement: Placement, group: Group, device: torch.device
+        self,
+        schedule: list[list[Instruction]],
+        placement: Placement,
+        group: Group,
+        device: torch.device,
+        towards: tuple[Group, Group] | None = None,
     ) -> None:
+        """`towards`: what `directions` has made already, for another post of the same ranks."""
         self.device, self.rank = device, group.rank
-        self._later, self._earlier = directions(group, device)
+        self.towards = towards or directions(group, device)
+        self._later, self._earlier = self.towards
         self._inboxes: dict[int, Inbox] = {}
         for sender in range(group.size):
             for_me = [message for to, message in sent_by(sender, schedule, placement) if to == group.rank]
             if for_me and sender != group.rank:
-                towards = self._later if sender < group.rank else self._earlier
-                self._inboxes[sender] = Inbox(sender, for_me, towards, device)
+                way = self._later if sender < group.rank else self._earlier
+                self._inboxes[sender] = Inbox(sender, for_me, way, device)
         self._from = {message: sender for sender, inbox in self._inboxes.items() for message in inbox.expected}
         self._to = {message: to for to, message in sent_by(group.rank, schedule, placement)}
         self._learnt: dict[object, dict[Message, Kinds]] = {}

@@ -11,12 +11,9 @@ A transformer's block has two such pairs, attention (each rank some heads) and M
 With sequence parallelism x and y are cut along their positions: an all-gather stands where x comes in, a
 reduce-scatter where y goes out, and what lies between two pairs (norm, dropout, residual) is not computed n times.
 
-What hides behind what. Backward of a column-parallel layer has two products, of which only one gives the gradient that
-must be summed: that comes first, and travels while the other is computed. With sequence parallelism forward goes in two
-halves of the batch where there is a second stream to travel on: one half is sent while the other is multiplied.
+The products themselves are in `parallel_products.py`, with what hides behind what.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,15 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.comm.collectives import Pending, all_reduce_async
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.layout.region import Region, held_as
 from lockstep.models.lora import LoRALinear
 from lockstep.parallel.cuts import Cut, even_cut, fused_cut
 from lockstep.parallel.exchange import (
-    PURPOSE,
-    Gathering,
-    Scattering,
     copy_to_ranks,
     gather_from_ranks,
     gather_positions,
@@ -40,11 +33,18 @@ from lockstep.parallel.exchange import (
     scatter_sums,
     summed,
 )
+from lockstep.parallel.parallel_products import SEQUENCE, column_linear, row_linear
 
-SEQUENCE = -2
-"""The dimension of positions: (batch, positions, features)."""
 Tied = dict[Tensor, nn.Parameter]
 """What a parameter was cut to, so that tied ones stay tied."""
+
+
+def cut_parameter(parameter: Tensor, dim: int, cut: Cut, tied: Tied | None) -> nn.Parameter:
+    """This rank's part of it; the same as before, if it is tied to one that has been cut."""
+    tied = {} if tied is None else tied
+    if parameter not in tied:
+        tied[parameter] = held_as(parameter, Region.slice(parameter.shape, dim, *cut.ranges))
+    return tied[parameter]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -64,7 +64,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         """`cut`: which output features; by default equal parts of each of the layer's `parts`."""
         super().__init__()
-        self.group, self.gather_output, self.sequence_parallel = group_of(process_group, "tp"), gather_output, False
+        self.group, self.gather_output = group_of(process_group, "tp"), gather_output
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.cut = cut or fused_cut(linear, self.group)
         self.parts = self.cut.widths
@@ -72,18 +72,12 @@ class ColumnParallelLinear(nn.Module):
         self.leads_to_row = not gather_output
         """Until then tensors are cut."""
         self.sequence_parallel = sequence_parallel and self.group.size > 1
-        tied = {} if tied is None else tied
-        self.weight = self._rows(linear.weight, tied)
-        self.bias = self._rows(linear.bias, tied) if linear.bias is not None else None
+        self.weight = cut_parameter(linear.weight, 0, self.cut, tied)
+        self.bias = cut_parameter(linear.bias, 0, self.cut, tied) if linear.bias is not None else None
         self.scale: float | None = linear.scale if isinstance(linear, LoRALinear) else None
         """Of a LoRA adapter, the two small matrices beside the layer's own; None: it has none."""
         if isinstance(linear, LoRALinear):
-            self.lora_a, self.lora_b = linear.lora_a, self._rows(linear.lora_b, tied)
-
-    def _rows(self, parameter: Tensor, tied: Tied) -> nn.Parameter:
-        if parameter not in tied:
-            tied[parameter] = held_as(parameter, Region.slice(parameter.shape, 0, *self.cut.ranges))
-        return tied[parameter]
+            self.lora_a, self.lora_b = linear.lora_a, cut_parameter(linear.lora_b, 0, self.cut, tied)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._shared(self.weight), None if self.bias is None else self._shared(self.bias)
@@ -124,17 +118,11 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.sequence_parallel = sequence_parallel and self.group.size > 1
         self.cut = even_cut(linear.in_features, self.group)
-        tied = {} if tied is None else tied
-        self.weight = self._columns(linear.weight, tied)
+        self.weight = cut_parameter(linear.weight, 1, self.cut, tied)
         self.bias = linear.bias
         self.scale: float | None = linear.scale if isinstance(linear, LoRALinear) else None
         if isinstance(linear, LoRALinear):
-            self.lora_a, self.lora_b = self._columns(linear.lora_a, tied), linear.lora_b
-
-    def _columns(self, parameter: Tensor, tied: Tied) -> nn.Parameter:
-        if parameter not in tied:
-            tied[parameter] = held_as(parameter, Region.slice(parameter.shape, 1, *self.cut.ranges))
-        return tied[parameter]
+            self.lora_a, self.lora_b = cut_parameter(linear.lora_a, 1, self.cut, tied), linear.lora_b
 
     def forward(self, x: Tensor) -> Tensor:
         y = row_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
@@ -167,11 +155,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.sequence_parallel = sequence_parallel and self.group.size > 1
         self.cut = even_cut(embedding.num_embeddings, self.group, uneven=True)
-        tied = {} if tied is None else tied
-        if embedding.weight not in tied:
-            rows = Region.slice(embedding.weight.shape, 0, *self.cut.ranges)
-            tied[embedding.weight] = held_as(embedding.weight, rows)
-        self.weight = tied[embedding.weight]
+        self.weight = cut_parameter(embedding.weight, 0, self.cut, tied)
 
     def forward(self, tokens: Tensor) -> Tensor:
         ((start, stop),) = self.cut.ranges
@@ -190,139 +174,6 @@ class VocabParallelEmbedding(nn.Module):
     def extra_repr(self) -> str:
         ((start, stop),) = self.cut.ranges
         return f"{self.num_embeddings} x {self.embedding_dim}, rows {start} to {stop} on rank {self.group.rank}"
-
-
-# ---- products that overlap with what they send -----------------------------------------------------------------------
-
-
-def in_compute_dtype(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """As autocast does for a linear layer, which looks at torch's own functions only."""
-    device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return function(*tensors)
-    dtype = torch.get_autocast_dtype(device)
-    cast = [None if t is None else t.to(dtype) for t in tensors]
-    with torch.autocast(device, enabled=False):
-        return function(*cast)
-
-
-@torch.compiler.disable
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = False) -> Tensor:
-    """x is whole, or cut along its positions; the output is cut along its features."""
-    if group.size == 1:
-        return F.linear(x, weight, bias)
-    if weight.dtype != x.dtype and not weight.requires_grad:  # frozen in a smaller dtype
-        x, back = x.to(weight.dtype), x.dtype
-        return column_linear(x, weight, bias, group, sequence).to(back)
-    return in_compute_dtype(lambda x, w, b: _Column.apply(x, w, b, group, sequence), x, weight, bias)
-
-
-@torch.compiler.disable
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = False) -> Tensor:
-    """x is cut along its features; the output is whole, or cut along its positions."""
-    if group.size == 1:
-        return F.linear(x, weight, bias)
-    if weight.dtype != x.dtype and not weight.requires_grad:
-        x, back = x.to(weight.dtype), x.dtype
-        return row_linear(x, weight, bias, group, sequence).to(back)
-    # The sum has n of them. Each rank's gradient of it is whole all the same, as that of y is.
-    share = None if bias is None else _Share.apply(bias, group.size)
-    if sequence:
-        return in_compute_dtype(lambda x, w, b: _SequenceRow.apply(x, w, b, group), x, weight, share)
-    return reduce_from_ranks(F.linear(x, weight, share), group)
-
-
-def halves(x: Tensor) -> tuple[Tensor, ...]:
-    """Of the batch, where one can travel while the other is computed with: not on CPUs, whose cores do both."""
-    return tuple(x.chunk(2)) if x.is_cuda and x.dim() > 2 and x.shape[0] > 1 else (x,)
-
-
-class _Column(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
-        ctx.group, ctx.sequence = group, sequence
-        parts, outputs = [], []
-        for flight in [Gathering(part, group, SEQUENCE) for part in halves(x)] if sequence else [None]:
-            parts.append(x if flight is None else flight.wait())
-            outputs.append(F.linear(parts[-1], weight, bias))
-        # Gathered inputs are kept: to gather them anew for the weight's gradient would send a quarter more.
-        ctx.save_for_backward(weight, *parts)
-        return joined(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        weight, *parts = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        for_x = for_weight = for_bias = None
-        flight: Pending | Scattering | None = None
-        if wants_x:
-            for_x = gradient @ weight
-            if ctx.sequence:
-                flight = Scattering(for_x, ctx.group, SEQUENCE)
-            else:
-                flight = all_reduce_async(for_x, group=ctx.group, purpose=PURPOSE)
-        if wants_weight:
-            slices = gradient.split([len(part) for part in parts]) if len(parts) > 1 else [gradient]
-            products = [rows(g).t() @ rows(x) for g, x in zip(slices, parts, strict=True)]
-            for_weight = products[0] if len(products) == 1 else products[0].add_(products[1])
-        if wants_bias:
-            for_bias = rows(gradient).sum(0)
-        if isinstance(flight, Scattering):
-            for_x = flight.wait()
-        elif flight is not None:
-            flight.wait()
-        return for_x, for_weight, for_bias, None, None
-
-
-def rows(x: Tensor) -> Tensor:
-    """(..., features) -> (rows, features); also of a single row."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class _SequenceRow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(x, weight)
-        flights = [Scattering(F.linear(part, weight, bias), group, SEQUENCE) for part in halves(x)]
-        return joined([flight.wait() for flight in flights])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        flights = [Gathering(part, ctx.group, SEQUENCE) for part in halves(gradient)]
-        for_x: list[Tensor] = []
-        for_weight = torch.zeros_like(weight) if wants_weight else None
-        for_bias = torch.zeros_like(weight[:, 0]) if wants_bias else None
-        for flight, part in zip(flights, halves(x), strict=True):
-            whole = flight.wait()
-            if wants_x:
-                for_x.append(whole @ weight)
-            if for_weight is not None:
-                for_weight.addmm_(rows(whole).t(), rows(part))
-            if for_bias is not None:
-                for_bias += rows(whole).sum(0)
-        return joined(for_x) if wants_x else None, for_weight, for_bias, None
-
-
-class _Share(torch.autograd.Function):
-    """A rank's share of something that is added on every rank before a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, ranks: int) -> Tensor:
-        return bias / ranks
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 class _SumOfSharedRows(torch.autograd.Function):

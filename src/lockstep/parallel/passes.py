@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm.ledger import Mark, mark
 from lockstep.parallel.messages import Message, Post
 from lockstep.parallel.schedule import PASSES, Instruction, Placement
 from lockstep.parallel.weight_pass import WeightPass
-
-Run = Callable[..., Any]
-"""(chunk, *activations) -> activations, or what the loss is taken of."""
 
 
 @dataclass
@@ -31,12 +28,14 @@ class Held:
 class Passes:
     """Carries out a schedule's instructions for one rank and one step at a time."""
 
-    def __init__(self, run: Run, post: Post, placement: Placement, rank: int, recompute: bool = False) -> None:
-        """`recompute`: hold only what a part is given, and compute the rest again in backward."""
+    def __init__(self, run: nn.Module, post: Post, placement: Placement, rank: int, recompute: bool = False) -> None:
+        """`run`: (chunk, *activations) -> activations, or what the loss is taken of. `recompute`: hold only what a part
+        is given, and compute the rest again in backward.
+        """
         self.run, self.post, self.placement, self.rank, self.recompute = run, post, placement, rank, recompute
         self.splits_backward = False
         """The schedule has a pass of its own for the weights."""
-        self.changes_inputs = False
+        self.changes_inputs = any(getattr(part, "inplace", False) for part in run.modules())
         """Some layer works in place."""
         self.spans: list[tuple[Instruction, Mark, Mark]] = []
         """Of the passes of this step: when they ran."""

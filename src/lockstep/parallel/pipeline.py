@@ -22,6 +22,7 @@ from lockstep.comm.collectives import all_gather_objects, broadcast
 from lockstep.comm.ledger import seconds_between
 from lockstep.data.batch import Batch
 from lockstep.layout.group import GroupLike, group_of
+from lockstep.parallel.autocast import autocast_dtype
 from lockstep.parallel.messages import Post, sum_among
 from lockstep.parallel.passes import Passes
 from lockstep.parallel.schedule import Instruction, pipeline_schedule, placement_of
@@ -56,15 +57,11 @@ class Pipeline:
         self.instructions, self.placement = lists[self.group.rank], placement_of(schedule, self.group.size, chunks)
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
-        names = module.state_dict(keep_vars=True)
-        first: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
-        self._first_names = {name: first[p] for name, p in names.items() if isinstance(p, Tensor) and p in first}
         self.stage = cut_stage(module, self.placement, self.group, cuts)
         self._shared = self.stage.shared
         self.device = next((p.device for p in self.stage.parameters()), torch.device("cpu"))
         post = Post(lists, self.placement, self.group, self.device)
         self._passes = Passes(self.stage, post, self.placement, self.group.rank, recompute)
-        self._passes.changes_inputs = any(getattr(part, "inplace", False) for part in self.stage.modules())
         self._passes.splits_backward = schedule.startswith("zb-")
         self._last = self.placement.place(self.placement.parts - 1)[0]
 
@@ -138,7 +135,7 @@ class Pipeline:
         mine = {name: tensor.detach() for name, tensor in self.stage.named_parameters()}
         mine |= {name: tensor for name, tensor in self.stage.named_buffers() if name in self.stage.state_dict()}
         found = self._gathered(mine)
-        tied = {name: found[first] for name, first in self._first_names.items()}
+        tied = {name: found[first] for name, first in self.stage.first_names.items()}
         return {**found, **tied}
 
     def _gathered(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -151,10 +148,6 @@ class Pipeline:
                     whole = mine[name].clone() if own else torch.empty(shape, dtype=dtype, device=self.device)
                     found[name] = broadcast(whole.contiguous(), rank, self.group, purpose="check")
         return found
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def sum_of(outputs: Any) -> Tensor:

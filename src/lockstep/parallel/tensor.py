@@ -36,13 +36,8 @@ from lockstep.models.replace import replace_module
 from lockstep.parallel.cuts import even_cut
 from lockstep.parallel.exchange import split_to_ranks, summed
 from lockstep.parallel.own_numbers import OwnNumbers, draws_numbers
-from lockstep.parallel.parallel_linear import (
-    SEQUENCE,
-    ColumnParallelLinear,
-    RowParallelLinear,
-    Tied,
-    VocabParallelEmbedding,
-)
+from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, Tied, VocabParallelEmbedding
+from lockstep.parallel.parallel_products import SEQUENCE
 from lockstep.parallel.wrapper import broadcast_module, check_same_model
 
 Plan = dict[str, str]

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from lockstep.parallel.autocast import as_autocast, no_autocast
+
 Product = Callable[[], tuple[Tensor, Tensor]]
 """(a weight, its gradient)."""
 
@@ -36,12 +38,10 @@ class WeightPass(TorchFunctionMode):
         trained = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
         if not trained or not weight.is_leaf or is_recomputed():
             return F.linear(x, weight, bias)
-        device = x.device.type
-        if torch.is_autocast_enabled(device):  # it looks at torch's own functions only
-            dtype = torch.get_autocast_dtype(device)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        with torch.autocast(device, enabled=False):
-            return _Linear.apply(x, weight.detach(), bias, leaving_to(self, weight))
+        given, cast, added = as_autocast(x, weight, bias)
+        assert cast is not None
+        with no_autocast(x.device):
+            return _Linear.apply(given, cast.detach(), added, leaving_to(self, cast))
 
     def run(self) -> None:
         """The products that backward has left, in its order. Gradients arrive as backward's do, hooks and all."""

@@ -63,7 +63,7 @@ class PipelineWorker(Worker):
         self.passes = Passes(engine.module, post, self.placement, self.group.rank)
         self.passes.splits_backward = parallel.schedule.startswith("zb-")
         looking = forward_only(self.placement)
-        post_of_looks = Post(looking, self.placement, self.group, self.device)
+        post_of_looks = Post(looking, self.placement, self.group, self.device, post.towards)
         self._looking = looking[self.group.rank]
         self._look = Passes(engine.module, post_of_looks, self.placement, self.group.rank)
 
