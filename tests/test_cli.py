@@ -54,6 +54,8 @@ MISTAKES = {
     "bench train --csv /nowhere/x.csv": "--csv /nowhere/x.csv: there is no folder /nowhere",
     "train --share-gpu --nproc 2": "--share-gpu was given, but torch sees no GPU here",
     "train --device cpu --model gpt --data text --model.attention cudnn": "model.attention cudnn is for GPUs",
+    "verify --world-size 3 --strategies zero3,tp=2": "tp=2 does not divide the 3 ranks; start a multiple of 2",
+    "verify --world-size 8 --strategies single,tp=8": "parallel.tp 8 does not divide model.heads, 4",
     "train configs/gpt2_small.yaml --device cpu": "these ranks run on the CPU; give --model.no-own-gelu",
     "train --device cpu --train.steps 1 --run-dir /dev/full": "--run-dir /dev/full cannot be written (File exists)",
 }

@@ -39,7 +39,7 @@ def verify_some(world: World, names: list[str], steps: int) -> list[Verdict]:
     return verify(world, Request(names, steps=steps))
 
 
-def failures(ranks: int, names: list[str], steps: int = 2, timeout: float = 110) -> dict[str, list[str]]:
+def failures(ranks: int, names: list[str], steps: int = 2, timeout: float = 60) -> dict[str, list[str]]:
     verdicts = on_ranks(verify_some, ranks, names, steps, timeout=timeout)[0]
     return {v.strategy: v.failures for v in verdicts if not v.passed}
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_moves_to_other_axes_and_back(tmp_path: Path) -> None:
         (2, [("4", "zero3,tp=2", "single,pp=2:1f1b"), ("4", "zero1,pp=2:1f1b,tp=2", "zero3")], []),
         (1, [("4", "zero3,tp=2", "single"), ("4", "zero1,pp=2:1f1b,tp=2", "single")], []),
     ]
-    check_moves(rounds, tmp_path, 110)
+    check_moves(rounds, tmp_path, 60)
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def verify_faults(world: World) -> dict[str, list[str]]:
 
 
 def test_planted_faults_are_named() -> None:
-    found = on_ranks(verify_faults, 2, timeout=110)[0]
+    found = on_ranks(verify_faults, 2)[0]
     for fault, (_, _, said) in FAULTS.items():
         assert any(said in failure for failure in found[fault]), (fault, found[fault])
 

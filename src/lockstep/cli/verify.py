@@ -12,7 +12,7 @@ from lockstep.config import CNN, Config, Model, check_ranges
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
 from lockstep.strategies import strategy_names
-from lockstep.verify import Request, Verdict, verify
+from lockstep.verify import Request, Verdict, check_request, verify
 from lockstep.words import counted
 
 
@@ -71,6 +71,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{flag} has nothing to verify behind it; give some, or leave it out")
     if min(sizes) < 1:
         raise UserError(f"--world-size is {min(sizes)}, but it must be 1 or more")
+    for size in sizes:
+        check_request(request, size)
     verdicts: list[Verdict] = []
     for size in sizes:
         verdicts += run_on_ranks(verify, request, launch=launch, default_nproc=size)[0]

@@ -9,6 +9,7 @@ launcher's present ones, which is why commands do not use it.
 import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -41,8 +42,12 @@ def rank_main(
     start_method: StartMethod,
     environment: dict[str, str],
     folder: str,
-) -> Any:
-    """What the agent calls (it wraps it in `@record` itself). `folder`: the launcher's temporary one."""
+) -> bytes:
+    """What the agent calls (it wraps it in `@record` itself). `folder`: the launcher's temporary one.
+
+    The result goes as plain bytes. Tensors as such would go as file descriptors, which the launcher would have to fetch
+    from this process, one connection for each.
+    """
     end_at_ctrl_c()
     note_semaphores(folder)
     if start_method == "forkserver":
@@ -52,7 +57,7 @@ def rank_main(
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
-            return unless_it_leaves(world.rank, function, world, *args)
+            return pickle.dumps(unless_it_leaves(world.rank, function, world, *args))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever it is: a test's failure is no Exception

@@ -8,6 +8,7 @@ machine, watches them, ends all when one fails, and hands back what the first fa
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -179,7 +180,7 @@ def _start_ranks(
                 raise KeyboardInterrupt(f"{signal.Signals(error.sigval).name}: all ranks were ended") from None
             finally:
                 tempfile.tempdir = before
-    return [results[rank] for rank in sorted(results)]
+    return [pickle.loads(results[rank]) for rank in sorted(results)]
 
 
 def _start_server() -> None:

@@ -9,8 +9,9 @@ from lockstep.comm.ledger import Traffic
 from lockstep.config import Model, Parallel
 from lockstep.errors import UserError
 from lockstep.layout.world import World
-from lockstep.strategies import STRATEGIES, ParallelModel, strategy_named
+from lockstep.strategies import STRATEGIES, ParallelModel, degrees_of, strategy_named
 from lockstep.strategies.axes import model_degrees
+from lockstep.strategies.combining import check_cuts
 from lockstep.strategies.pipeline import placement_for
 from lockstep.strategies.table import Table
 from lockstep.strategies.theory import Theory, added
@@ -81,6 +82,25 @@ def verify(world: World, request: Request, table: Table | None = None) -> list[V
     return verdicts
 
 
+def scenarios_of(request: Request, parallel: Parallel) -> list[Scenario]:
+    """In which situations a strategy is verified."""
+    if request.savers:
+        return saver_scenarios(request.model)
+    if all(degree == 1 for degree in model_degrees(parallel).values()):
+        return scenarios_for(request.model)
+    return cut_scenarios(request.model, placement_for(parallel).parts)
+
+
+def check_request(request: Request, ranks: int) -> None:
+    """Refuse what these ranks could not do, before any of them starts."""
+    for name in request.strategies:
+        parallel = strategy_named(name)
+        degrees_of(parallel, ranks)
+        for scenario in scenarios_of(request, parallel):
+            with torch.device("meta"):
+                check_cuts(scenario.build(seed=0), parallel, scenario.accumulation)
+
+
 class Proofs:
     """The verdicts of one run; they share the references."""
 
@@ -89,19 +109,10 @@ class Proofs:
         self.world, self.request, self.scenarios, self.table = world, request, scenarios, table
         self._references: dict[tuple[str, str], Reference] = {}
 
-    def _scenarios(self, parallel: Parallel) -> list[Scenario]:
-        if self.scenarios is not None:
-            return self.scenarios
-        if self.request.savers:
-            return saver_scenarios(self.request.model)
-        if all(degree == 1 for degree in model_degrees(parallel).values()):
-            return scenarios_for(self.request.model)
-        return cut_scenarios(self.request.model, placement_for(parallel).parts)
-
     def of(self, name: str) -> Verdict:
         defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)
         parallel = strategy_named(name, defaults, self.table)
-        engine, scenarios = self.table[parallel.data], self._scenarios(parallel)
+        engine, scenarios = self.table[parallel.data], self.scenarios or scenarios_of(self.request, parallel)
         law = engine.law(parallel)
         equal: Parallel | None = parallel
         verdict = Verdict(name, self.world.size, law="" if law is None else law.says)
