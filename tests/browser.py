@@ -25,10 +25,11 @@ def chromium() -> str | None:
 
 
 class Browser:
-    """One page. `problems` collects what its console and its exceptions say."""
+    """One page. `problems`: what its console and its exceptions say; `fetched`: what it asked the network for."""
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.problems: list[str] = []
+        self.fetched: list[str] = []
         self._timeout, self._number, self._session, self._events = timeout, 0, "", []
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_read, self._to_browser = os.pipe()
@@ -52,14 +53,14 @@ class Browser:
     def open(self, file: Path) -> None:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call("Page.navigate", url=file.absolute().as_uri())
         self._await(lambda message: message.get("method") == "Page.loadEventFired")
 
-    def run(self, script: str) -> Any:
-        """The value of a JavaScript expression on the page."""
-        result = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+    def run(self, script: str, awaited: bool = False) -> Any:
+        """The value of a JavaScript expression on the page; `awaited`: of the promise that it gives."""
+        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=awaited)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
@@ -97,6 +98,8 @@ class Browser:
                 self.problems.append(str(parameters["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning"):
                 self.problems.append(str(parameters["args"]))
+            case "Network.requestWillBeSent" if not parameters["request"]["url"].startswith(("file:", "data:")):
+                self.fetched.append(parameters["request"]["url"])
             case "Log.entryAdded" if parameters["entry"]["level"] in ("error", "warning"):
                 self.problems.append(str(parameters["entry"]))
 

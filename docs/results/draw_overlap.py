@@ -9,14 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from lockstep.profile.diagnosis import STEP, is_communication, is_kernel
+from lockstep.results.chart import Chart
+from lockstep.results.chart import draw as draw_charts
 
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
-KINDS = {"computation": "#4477aa", "NCCL": "#ee7733"}
+KINDS = {"computation": "var(--compute)", "NCCL": "var(--second)"}
 GAP_US = 200.0
 """Kernels that are closer than this are drawn as one."""
 
@@ -44,21 +41,26 @@ def busy(events: list[dict[str, Any]], rank: int, kind: str, begin: float, end: 
     return [((start - begin) / 1e3, (stop - start) / 1e3) for start, stop in spans]
 
 
-def draw(folders: list[Path], out: Path) -> None:
-    plt.rcParams["svg.fonttype"] = "none"
-    figure, axes = plt.subplots(len(folders), 1, sharex=True, figsize=(9, 1.7 * len(folders)), squeeze=False)
-    for ax, folder in zip(axes[:, 0], folders, strict=True):
-        begin, end, events = read_step(folder / "trace.json.gz")
-        ranks = sorted({e["pid"] for e in events if is_kernel(e)})
-        for row, (rank, kind) in enumerate((rank, kind) for rank in ranks for kind in KINDS):
-            ax.broken_barh(busy(events, rank, kind, begin, end), (row, 0.8), color=KINDS[kind], linewidth=0)
-        ax.set_yticks([row + 0.4 for row in range(2 * len(ranks))], [f"rank {r}, {k}" for r in ranks for k in KINDS])
-        ax.set_title(f"{folder.name.removeprefix('profile_')}: {(end - begin) / 1e3:.0f} ms", loc="left")
-        ax.invert_yaxis()
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("ms of one step")
-    figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None})
+def chart(folder: Path) -> Chart:
+    begin, end, events = read_step(folder / "trace.json.gz")
+    values = [
+        {"row": f"rank {rank}, {kind}", "kind": kind, "start": start, "end": start + length}
+        for rank in sorted({e["pid"] for e in events if is_kernel(e)})
+        for kind in KINDS
+        for start, length in busy(events, rank, kind, begin, end)
+    ]
+    spec = {
+        "data": {"values": values},
+        "height": {"step": 20},
+        "mark": {"type": "bar", "height": {"band": 0.85}},
+        "encoding": {
+            "y": {"field": "row", "type": "nominal", "title": None, "sort": None},
+            "x": {"field": "start", "type": "quantitative", "title": "ms of one step"},
+            "x2": {"field": "end"},
+            "color": {"field": "kind", "scale": {"domain": list(KINDS), "range": list(KINDS.values())}, "legend": None},
+        },
+    }
+    return Chart(f"{folder.name.removeprefix('profile_')}: {(end - begin) / 1e3:.0f} ms", spec)
 
 
 if __name__ == "__main__":
@@ -66,4 +68,4 @@ if __name__ == "__main__":
     parser.add_argument("folders", nargs="+", type=Path, help="what --run-dir of lockstep profile was")
     parser.add_argument("--out", type=Path, default=Path("overlap.svg"))
     given = parser.parse_args()
-    draw(given.folders, given.out)
+    draw_charts([chart(folder) for folder in given.folders], given.out)

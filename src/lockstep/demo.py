@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -14,7 +15,7 @@ from lockstep.data import DataSet, Sampler, read_share
 from lockstep.layout.world import World
 from lockstep.measure.steps import memory_of_steps, timed_step
 from lockstep.measure.timeline import timeline
-from lockstep.measure.timing import Timing
+from lockstep.measure.timing import Timing, median_step
 from lockstep.strategies import STRATEGIES, strategy_names
 from lockstep.training.evaluate import evaluate
 from lockstep.training.prepare import load_data, prepare_named
@@ -83,11 +84,13 @@ def _train(
     strategy = prepare()
     timing = new_timing(world, case, strategy, dataset, memory, (0.0, ""))
     losses: list[float] = []
+    timelines: list[dict[str, Any]] = []
     for epoch in range(config.train.epochs):
         for indices in sampler.epoch(epoch):
             batch = read_share(dataset.train, indices, strategy.batch_share())
             seconds, result = timed_step(world, strategy, batch)
             timing.record(seconds, strategy.ledger)
+            timelines.append(timeline(strategy))
             losses.append(result.loss)
             progress.advance(task)
     strategy.finish()
@@ -95,7 +98,8 @@ def _train(
     assert found is not None, "nobody asks a demo to stop"
     _, accuracy = found
     progress.update(task, status=f"test accuracy {accuracy:.1%}")
-    timing.timelines = [timeline(strategy)]
+    middle = median_step(all_gather_objects(timing.step_s) if world.size > 1 else [timing.step_s])
+    timing.timelines = [timelines[middle]]
     row = DemoRow(timing, world.size, accuracy, strategy.is_exact, losses=losses)
     return row, strategy.full_state_dict()
 

@@ -147,11 +147,10 @@ class Runner:
         seconds, result = timed_step(self.world, self.strategy, batch, self.lead_in)
         if timed:
             self.timing.record(seconds, self.strategy.ledger, result.skipped)
+            self.timing.timelines.append(timeline(self.strategy))
 
     def result(self) -> Timing:
         """Of all ranks; every rank must call it."""
-        if self.timing is not None:
-            self.timing.timelines = [timeline(self.strategy)]
         everyone = all_gather_objects(self.timing)
         cycle = meeting_cycle(named_config(self.case.config, self.case.strategy))
         merged = merge_ranks([timing for timing in everyone if timing is not None], cycle)

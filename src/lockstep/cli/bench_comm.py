@@ -11,13 +11,11 @@ import tyro
 from rich.progress import Progress
 
 from lockstep.bench.comm import bench_comm
-from lockstep.bench.comm_reading import curves
 from lockstep.bench.pairs import bench_pairs
-from lockstep.bench.plot import plot_curves
 from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
 from lockstep.cli.arguments import LinkFlag, check_outputs, over_link, parse, refuse_positional
-from lockstep.cli.comm_tables import Result, figures, show_fit, show_pairs, show_reading, show_rows, write_json
-from lockstep.cli.tables import console, write_rows
+from lockstep.cli.comm_tables import Result, as_record, figures, show_fit, show_pairs, show_reading, show_rows
+from lockstep.cli.tables import console, keep, write_rows
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.wire import Wire
 from lockstep.errors import UserError
@@ -197,7 +195,4 @@ def _show(result: Result, arguments: BenchCommArguments, sweep: Sweep) -> None:
         show_reading(screen, result)
     if arguments.csv is not None:
         write_rows([figures(row) for row in result.rows], Path(arguments.csv))
-    if arguments.json is not None:
-        write_json(result, Path(arguments.json))
-    if arguments.plot is not None and result.rows:
-        plot_curves(curves(result.rows), Path(arguments.plot))
+    keep(as_record(result), arguments.json, arguments.plot if result.rows else None)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.bench.plot import plot_scaling
 from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
 from lockstep.cli.arguments import RunArguments, check_outputs, config_from, parse, sections
 from lockstep.cli.bench_train import time_cases
-from lockstep.cli.tables import console, new_table, write_rows
+from lockstep.cli.tables import console, keep, new_table, write_rows
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch import adopt_environment, run_on_ranks
@@ -89,14 +88,11 @@ def main(argv: list[str]) -> int:
         print_scaling(found, timings[0], lines)
         if arguments.csv is not None:
             write_rows([p.as_row() for p in found], Path(arguments.csv))
-        if arguments.plot is not None:
-            plot_scaling(found, Path(arguments.plot), slots)
-        if arguments.json is not None:
-            serial = amdahl_fit([p for p in found if p.mode == "strong" and p.ranks <= slots])
-            result = {"points": [p.as_row() for p in found], "sentences": lines, "serial": serial}
-            result |= {"slots": slots, "threads": threads}
-            title = f"{strategy_name(config.parallel)}, {' and '.join(arguments.modes)}"
-            Record("bench scaling", result, asdict(config), title=title).write(Path(arguments.json))
+        serial = amdahl_fit([p for p in found if p.mode == "strong" and p.ranks <= slots])
+        result = {"points": [p.as_row() for p in found], "sentences": lines, "serial": serial}
+        result |= {"slots": slots, "threads": threads}
+        title = f"{strategy_name(config.parallel)}, {' and '.join(arguments.modes)}"
+        keep(Record("bench scaling", result, asdict(config), title=title), arguments.json, arguments.plot)
     return 0
 
 

@@ -10,7 +10,6 @@ import torch
 from rich.progress import Progress
 
 from lockstep.bench.network import predicted_shares
-from lockstep.bench.plot import plot_timings
 from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
 from lockstep.bench.train import Case, Peaks, bench_cases, one_process
 from lockstep.cli.arguments import (
@@ -25,7 +24,7 @@ from lockstep.cli.arguments import (
     parse,
     sections,
 )
-from lockstep.cli.tables import console, write_rows
+from lockstep.cli.tables import console, keep, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
 from lockstep.config import Config
 from lockstep.errors import RankError, UserError
@@ -186,16 +185,15 @@ def write(
     if arguments.csv is not None:
         columns = preset_named(arguments.preset).columns if arguments.preset is not None else {}
         write_rows(with_known_names(rows, columns), Path(arguments.csv))
-    if arguments.plot is not None:
-        plot_timings(timings, Path(arguments.plot))
-    if arguments.json is not None:
-        model = f"{config.model.name} of {timings[0].parameters:,} parameters"
-        batch = f"{config.train.precision}, batch {config.train.batch_size}"
-        title = f"{arguments.preset or f'{model}, {batch}'}, {ranks_of(timings)}"
-        drawn = {t.label: t.timelines for t in timings}
-        rows = [{**row, "timelines": drawn[row["label"]] if row.get("link") in (None, "none") else []} for row in rows]
-        result = {"rows": rows, "sentences": lines}
-        Record("bench train", result, asdict(config), title=title).write(Path(arguments.json))
+    if arguments.plot is None and arguments.json is None:
+        return
+    model = f"{config.model.name} of {timings[0].parameters:,} parameters"
+    batch = f"{config.train.precision}, batch {config.train.batch_size}"
+    title = f"{arguments.preset or f'{model}, {batch}'}, {ranks_of(timings)}"
+    drawn = {t.label: t.timelines for t in timings}
+    rows = [{**row, "timelines": drawn[row["label"]] if row.get("link") in (None, "none") else []} for row in rows]
+    record = Record("bench train", {"rows": rows, "sentences": lines}, asdict(config), title=title)
+    keep(record, arguments.json, arguments.plot)
 
 
 def rows_over_link(arguments: BenchTrainArguments, argv: list[str]) -> list[dict[str, Any]]:

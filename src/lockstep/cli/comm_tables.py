@@ -1,7 +1,6 @@
 """What `lockstep bench comm` shows and writes."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -150,7 +149,7 @@ def figures(row: Row) -> dict[str, Any]:
     return dict(zip(CSV_COLUMNS, values, strict=True))
 
 
-def write_json(result: Result, file: Path) -> None:
+def as_record(result: Result) -> Record:
     """The rows as in the CSV, with the seconds of every iteration of every rank; and the pairs."""
     rows = [{**figures(row), "seconds_by_rank": row.seconds} for row in result.rows]
     names, ranks = list(dict.fromkeys(row.collective for row in result.rows)), [row.ranks for row in result.rows]
@@ -160,4 +159,4 @@ def write_json(result: Result, file: Path) -> None:
         names, ranks = [*names, "pairs"], [*ranks, len(result.pairs.latency)]
     document = {"device": result.device, "backend": result.backend, "rows": rows, "pairs": pairs}
     what = ", ".join(names) if len(names) < 4 else f"{len(names)} collectives"
-    Record("bench comm", document, title=f"{what} on {result.backend}, {counted(max(ranks), 'rank')}").write(file)
+    return Record("bench comm", document, title=f"{what} on {result.backend}, {counted(max(ranks), 'rank')}")

@@ -60,13 +60,31 @@ def write_results(rows: list[DemoRow], epochs: int, folder: Path) -> None:
     """Everything that the page shows."""
     timings = [row.timing for row in rows]
     table = [
-        {**figures, "accuracy": row.accuracy, "difference": row.difference, "timelines": row.timing.timelines}
+        {**figures, "accuracy": row.accuracy, "difference": row.difference, "equal": verdict(row)}
+        | {"timelines": row.timing.timelines}
         for row, figures in zip(rows, as_rows(timings, []), strict=True)
     ]
-    result = {"rows": table, "losses": {row.timing.label: row.losses for row in rows}}
+    losses = {row.timing.label: row.losses for row in rows}
+    result = {"sentences": in_words(rows), "rows": table, "losses": losses}
     with writing_to(folder):
         title = f"the digits CNN, one process and {max(row.ranks for row in rows)} ranks"
         Record("demo", result, asdict(demo_config(epochs)), title=title).write(folder / RECORD)
+
+
+def verdict(row: DemoRow) -> str:
+    """✓ equal to one process, ≈ not, by nature, ✗ not, and it should be."""
+    return ("✓" if row.passed else "✗") if row.equal else "≈"
+
+
+def in_words(rows: list[DemoRow]) -> list[str]:
+    equal = [row for row in rows if row.equal]
+    failed = [row.timing.label for row in equal if not row.passed]
+    others = [row.timing.label for row in rows if not row.equal]
+    worst = max(row.difference for row in equal)
+    said = [f"✓ {len(equal)} strategies end with the weights of one process (largest difference {worst:.0e})."]
+    if failed:
+        said = [f"✗ {', '.join(failed)}: not the weights of one process, and they should be."]
+    return [*said, f"≈ {', '.join(others)}: not equal by nature (compression, local SGD)."] if others else said
 
 
 def print_demo(rows: list[DemoRow], seconds: float) -> None:
@@ -90,7 +108,7 @@ def print_demo(rows: list[DemoRow], seconds: float) -> None:
             f"{timing.memory.peak_mib:.1f}",
             f"{row.accuracy:.1%}",
             f"{row.difference:.0e}",
-            ("[green]✓[/]" if row.passed else "[red]✗[/]") if row.equal else "≈",
+            {"✓": "[green]✓[/]", "✗": "[red]✗[/]", "≈": "≈"}[verdict(row)],
         )
     screen.print(table)
     cores = available_cores()

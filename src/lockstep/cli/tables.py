@@ -1,4 +1,4 @@
-"""One look for all tables: aligned, narrow enough for 80 columns, units in the heading; and one form of CSV."""
+"""One look for all tables: aligned, narrow enough for 80 columns, units in the heading; and what goes into files."""
 
 import csv
 from math import isnan
@@ -8,6 +8,10 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from lockstep.report.sections import section
+from lockstep.results.chart import draw
+from lockstep.results.record import Record
 
 STRATEGY_WIDTH = len("bucketed+powersgd")
 
@@ -39,6 +43,15 @@ def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
         writer.writerow(columns)
         for row in rows:
             writer.writerow(_cell(row.get(name)) for name in columns)
+
+
+def keep(record: Record, json: str | None, plot: str | None) -> None:
+    """The files that --json and --plot name: the record, and the charts that the report would draw of it."""
+    if json is not None:
+        record.write(Path(json))
+    if plot is not None:
+        made = section(record)
+        draw(made.charts[: made.pictured], Path(plot))
 
 
 def _cell(value: Any) -> Any:

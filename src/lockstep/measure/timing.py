@@ -59,7 +59,7 @@ class Timing:
     skipped: int = 0
     """Steps whose loss or gradients were not finite."""
     timelines: list[dict[str, Any]] = field(default_factory=list)
-    """The last step of each rank, to be drawn."""
+    """To be drawn: of each step, then of each rank's median step (`merge_ranks`)."""
 
     def record(self, seconds: float, ledger: Ledger, skipped: bool = False) -> None:
         """Note one step, as this rank saw it."""
@@ -168,6 +168,8 @@ def merge_ranks(everyone: list[Timing], cycle: int = 1) -> Timing:
     """
     merged = everyone[0]
     merged.cycle = cycle
+    middle = median_step([t.step_s for t in everyone])
+    merged.timelines = [t.timelines[middle] for t in everyone if t.timelines]
     compute = [[s - e for s, e in zip(t.step_s, t.exposed_s, strict=True)] for t in everyone]
     merged.imbalance_s = [max(step) - mean(step) for step in zip(*compute, strict=True)]
     merged.step_s = [max(times) for times in zip(*(t.step_s for t in everyone), strict=True)]
@@ -176,9 +178,14 @@ def merge_ranks(everyone: list[Timing], cycle: int = 1) -> Timing:
     for values in (merged.step_s, merged.exposed_s, merged.comm_s, merged.imbalance_s):
         values[:] = over_cycles(values, cycle)
     merged.cores = set().union(*(t.cores for t in everyone))
-    merged.timelines = [line for timing in everyone for line in timing.timelines]
     merged.memory = max((t.memory for t in everyone), key=lambda memory: memory.peak_mib)
     return merged
+
+
+def median_step(times: list[list[float]]) -> int:
+    """The number of the step that took the median time; `times`: of each rank's steps, of which the slowest counts."""
+    slowest = [max(step) for step in zip(*times, strict=True)]
+    return sorted(range(len(slowest)), key=slowest.__getitem__)[len(slowest) // 2]
 
 
 def over_cycles(values: list[float], cycle: int) -> list[float]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.report.sections import Section, Table, loss_overlay, section
+from lockstep.results.chart import Chart, library, on_a_page
+from lockstep.results.palette import style_sheet
 from lockstep.results.record import Record, plain
 
 FACTS = {
@@ -70,14 +72,14 @@ def render(sections: list[Section], title: str, folder: str) -> str:
         body.append(f'<section><h2>Losses</h2><div class="charts">{_chart(overlay, charts)}</div></section>')
     body += [_section(number, made, charts, folder) for number, made in enumerate(sections, 1)]
     data = json.dumps(plain(charts), separators=(",", ":")).replace("<", "\\u003c")
-    scripts = "\n".join((asset / name).read_text(encoding="utf-8") for name in ("charts.js", "timeline.js", "page.js"))
     page = (asset / "page.html").read_text(encoding="utf-8")
     parts = {
         "title": escape(title),
-        "style": (asset / "style.css").read_text(encoding="utf-8"),
+        "style": f"{style_sheet()}\n{(asset / 'style.css').read_text(encoding='utf-8')}",
         "body": "\n".join(body),
         "data": data,
-        "script": scripts,
+        "library": library(),
+        "script": (asset / "page.js").read_text(encoding="utf-8"),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
@@ -99,13 +101,13 @@ def _section(number: int, made: Section, charts: list[Any], folder: str) -> str:
     return "\n".join([*parts, _provenance(made.record), "</section>"])
 
 
-def _chart(chart: Any, charts: list[Any]) -> str:
+def _chart(chart: Chart, charts: list[Any]) -> str:
     """A place that the script draws into."""
-    charts.append(chart)
-    wide = " wide" if chart["type"] == "timeline" else ""
+    charts.append(on_a_page(chart))
+    wide = " wide" if chart.wide else ""
     return (
-        f'<figure class="chart{wide}" data-chart="{len(charts) - 1}">'
-        f"<figcaption>{escape(chart['title'])}</figcaption></figure>"
+        f'<figure class="chart{wide}"><figcaption>{escape(chart.title)}</figcaption>'
+        f'<div class="drawing" data-chart="{len(charts) - 1}"></div></figure>'
     )
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.results.chart import Chart, Curve, bars, lines, timeline
 from lockstep.results.record import Record
 from lockstep.words import counted
 
 Rows = list[dict[str, Any]]
-Chart = dict[str, Any]
 
 
 @dataclass
@@ -31,7 +31,8 @@ class Section:
     sentences: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
-    """Drawn by assets/charts.js: `type` is bars, lines or timeline."""
+    """The first `pictured` of them are what --plot draws."""
+    pictured: int = 1
 
 
 def section(record: Record) -> Section:
@@ -47,6 +48,7 @@ def section(record: Record) -> Section:
 
 TIME_COLUMNS = [
     ("label", "strategy"),
+    ("equal", "equal to one process"),
     ("link", "network"),
     ("step_ms", "step, ms (median)"),
     ("p10_ms", "p10, ms"),
@@ -98,37 +100,72 @@ def _bench_train(made: Section, result: dict[str, Any]) -> None:
         Table("communication", "Communication, per rank and step", _present(COMMUNICATION_COLUMNS, rows), rows),
         Table("memory", "Memory of the rank that holds most", _present(MEMORY_COLUMNS, rows), rows),
     ]
+    for model, mine in _by_model(rows).items():
+        of = f", {model}" if model else ""
+        names = [labels[i] for i in mine]
+        some = [rows[i] for i in mine]
+        made.charts.append(
+            bars(
+                f"Step time{of}",
+                "ms, median; whiskers p10 and p90",
+                names,
+                [("compute", _column(some, "compute_ms")), ("exposed communication", _column(some, "exposed_ms"))],
+                whiskers=[(row.get("p10_ms"), row.get("p90_ms")) for row in some],
+            )
+        )
+    made.pictured = len(made.charts)
     rate = "tokens_per_s" if any(row.get("tokens_per_s") for row in rows) else "samples_per_s"
-    made.charts += [
-        bars(
-            "Step time",
-            "ms, median; whiskers p10 and p90",
-            labels,
-            [("compute", _column(rows, "compute_ms")), ("exposed communication", _column(rows, "exposed_ms"))],
-            whiskers=[[row.get("p10_ms"), row.get("p90_ms")] for row in rows],
-        ),
-        bars("Throughput", rate.replace("_per_s", "/s"), labels, [(rate.removesuffix("_per_s"), _column(rows, rate))]),
-        bars(
-            "Memory",
-            "MiB on one rank",
-            labels,
-            [(heading.partition(",")[0], _column(rows, key)) for key, heading in MEMORY_COLUMNS[1:-1]],
-        ),
-    ]
+    if made.pictured == 1:
+        made.charts.append(bars("Throughput", rate.replace("_per_s", "/s"), labels, [(rate[:-6], _column(rows, rate))]))
+    memory = [(heading.partition(",")[0], _column(rows, key)) for key, heading in MEMORY_COLUMNS[1:-1]]
+    made.charts.append(bars("Memory", "MiB on one rank", labels, memory))
     _losses(made, result)
-    timelines = [
+    choices = [
         {"label": label, "ranks": row["timelines"]}
         for label, row in zip(labels, rows, strict=True)
         if row.get("timelines")
     ]
-    if timelines:
-        made.charts.append(timeline_chart(timelines))
+    if choices:
+        made.charts.append(timeline("The median step, rank by rank", choices))
+
+
+def _by_model(rows: Rows) -> dict[str, list[int]]:
+    """Rows of each model; one nameless group where all are of one."""
+    sizes = [row.get("parameters") for row in rows]
+    if len(set(sizes)) < 2:
+        return {"": list(range(len(rows)))}
+    found: dict[str, list[int]] = {}
+    for number, size in enumerate(sizes):
+        found.setdefault(f"{size:,} parameters", []).append(number)
+    return found
+
+
+EQUAL_LOSSES = 1e-7
+"""Relative: losses that differ by less, in every step, are drawn as one line."""
 
 
 def _losses(made: Section, result: dict[str, Any]) -> None:
-    curves = [line(name, list(range(1, len(losses) + 1)), losses) for name, losses in result.get("losses", {}).items()]
-    if curves:
+    groups: list[tuple[list[str], list[float]]] = []
+    for name, losses in result.get("losses", {}).items():
+        like = next((names for names, others in groups if _same(losses, others)), None)
+        if like is None:
+            groups.append(([name], losses))
+        else:
+            like.append(name)
+    if groups:
+        curves = [Curve(_together(names), range(1, len(losses) + 1), losses) for names, losses in groups]
         made.charts.append(lines("Loss", "step", "mean loss over the global batch", curves))
+
+
+def _same(losses: list[float], others: list[float]) -> bool:
+    pairs = list(zip(losses, others, strict=False))
+    return len(losses) == len(others) and all(abs(a - b) <= EQUAL_LOSSES * max(abs(a), abs(b)) for a, b in pairs)
+
+
+def _together(names: list[str]) -> str:
+    if len(names) < 4:
+        return " = ".join(names)
+    return f"{names[0]} = {names[1]} = ... = {names[-1]}, {len(names)} equal"
 
 
 # ---- the others ----------------------------------------------------------------------------------------------------
@@ -147,12 +184,21 @@ def _bench_comm(made: Section, result: dict[str, Any]) -> None:
     for row in rows:
         groups.setdefault(tuple(str(row[key]) for key in keys), []).append(row)
     several = len({key[0] for key in groups}) > 1
-    for title, column, unit in (("Bus bandwidth", "busbw_gbps", "GB/s"), ("Time (p50)", "p50_us", "us")):
-        curves = [
-            line(_name(key, several), [row["size_bytes"] for row in mine], [row[column] for row in mine])
+    for title, column, unit, upper in (
+        ("Bus bandwidth", "busbw_gbps", "GB/s", None),
+        ("Time", "p50_us", "us (p50; shaded up to p99)", "p99_us"),
+    ):
+        found = [
+            Curve(
+                _name(key, several),
+                _column(mine, "size_bytes"),
+                _column(mine, column),
+                _column(mine, upper) if upper else None,
+            )
             for key, mine in groups.items()
         ]
-        made.charts.append(lines(title, "size, B", unit, curves, log_x=True, log_y=True, points=True))
+        made.charts.append(lines(title, "size", unit, found, log=True, points=True, sizes=True))
+    made.pictured = 2
 
 
 def _name(key: tuple[str, ...], several: bool) -> str:
@@ -173,14 +219,23 @@ def _bench_scaling(made: Section, result: dict[str, Any]) -> None:
     made.sentences += result.get("sentences", [])
     made.tables.append(Table("scaling", "Scaling", columns, rows))
     sizes = sorted({row["ranks"] for row in rows})
-    curves = [line("ideal", sizes, [float(n) for n in sizes], dashed=True)]
+    speedups = [Curve("ideal", sizes, [float(n) for n in sizes], dashed=True)]
+    efficiencies = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
         mine = [row for row in rows if row["mode"] == mode]
-        curves.append(line(mode, [row["ranks"] for row in mine], [row["speedup"] for row in mine]))
+        ranks = _column(mine, "ranks")
+        speedups.append(Curve(mode, ranks, _column(mine, "speedup")))
+        efficiencies.append(Curve(mode, ranks, [100 * row["efficiency"] for row in mine]))
     if (serial := result.get("serial")) is not None:
         law = [1 / (serial + (1 - serial) / n) for n in sizes]
-        curves.append(line(f"Amdahl, {serial:.1%} serial", sizes, law, dashed=True))
-    made.charts.append(lines("Speed-up", "ranks", "over one rank", curves, points=True))
+        speedups.append(Curve(f"Amdahl, {serial:.1%} serial", sizes, law, dashed=True))
+    slots = result.get("slots", sizes[-1])
+    shared = f" (beyond {slots} ranks share cores)" if slots < sizes[-1] else ""
+    made.charts += [
+        lines(f"Speed-up{shared}", "ranks", "over one rank", speedups, points=True),
+        lines(f"Efficiency{shared}", "ranks", "%", efficiencies, points=True),
+    ]
+    made.pictured = 2
     parts = ("ideal", "communication", "imbalance", "cores", "other")
     names = {"imbalance": "load imbalance", "cores": "shared cores or GPUs"}
     made.charts.append(
@@ -198,12 +253,12 @@ def _train(made: Section, result: dict[str, Any]) -> None:
     steps = [row for row in metrics if row.get("kind") == "train"]
     tests = [row for row in metrics if row.get("kind") == "test"]
     if steps:
-        curves = [line("train", [row["step"] for row in steps], [row["loss"] for row in steps])]
+        curves = [Curve("train", _column(steps, "step"), _column(steps, "loss"))]
         if len(tests) > 1:
-            curves.append(line("test", [row["step"] for row in tests], [row["loss"] for row in tests], dashed=True))
+            curves.append(Curve("test", _column(tests, "step"), _column(tests, "loss")))
         made.charts.append(lines("Loss", "step", "mean loss", curves))
         rate = "tokens_per_s" if "tokens_per_s" in steps[0] else "samples_per_s"
-        throughput = line("", [row["step"] for row in steps], [row[rate] for row in steps])
+        throughput = Curve("", _column(steps, "step"), _column(steps, rate))
         made.charts.append(lines("Throughput", "step", rate.replace("_per_s", "/s"), [throughput]))
         parts = [
             key for key in ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms") if key in steps[0]
@@ -230,7 +285,7 @@ def _profile(made: Section, result: dict[str, Any]) -> None:
             [(kind, [row["step_ms"] * row[kind] for row in rows]) for kind in kinds],
         )
     )
-    made.charts.append(timeline_chart([{"label": made.title, "ranks": result["timelines"]}]))
+    made.charts.append(timeline("One step, rank by rank", [{"label": made.title, "ranks": result["timelines"]}]))
 
 
 def _anything(made: Section, result: dict[str, Any]) -> None:
@@ -253,45 +308,8 @@ def loss_overlay(sections: list[Section]) -> Chart | None:
     for made in sections:
         steps = [r for r in made.record.result.get("metrics", []) if r.get("kind") == "train"]
         if made.kind == "train" and steps:
-            curves.append(line(made.title, [r["step"] for r in steps], [r["loss"] for r in steps]))
+            curves.append(Curve(made.title, _column(steps, "step"), _column(steps, "loss")))
     return lines("Loss of all runs", "step", "mean loss", curves) if len(curves) > 1 else None
-
-
-# ---- charts --------------------------------------------------------------------------------------------------------
-
-
-def bars(
-    title: str,
-    unit: str,
-    labels: list[str],
-    series: list[tuple[str, list[Any]]],
-    whiskers: list[list[Any]] | None = None,
-) -> Chart:
-    """Horizontal, one per label, stacked of the series."""
-    stacked = [{"name": name, "values": values} for name, values in series]
-    return {"type": "bars", "title": title, "unit": unit, "labels": labels, "series": stacked, "whiskers": whiskers}
-
-
-def line(name: str, x: list[Any], y: list[Any], dashed: bool = False) -> dict[str, Any]:
-    return {"name": name, "x": x, "y": y, "dashed": dashed}
-
-
-def lines(
-    title: str,
-    x_label: str,
-    y_label: str,
-    curves: list[dict[str, Any]],
-    log_x: bool = False,
-    log_y: bool = False,
-    points: bool = False,
-) -> Chart:
-    axes = {"xLabel": x_label, "yLabel": y_label, "logX": log_x, "logY": log_y, "points": points}
-    return {"type": "lines", "title": title, "lines": curves, **axes}
-
-
-def timeline_chart(choices: list[dict[str, Any]]) -> Chart:
-    """One step of every rank; `choices`: of which strategy."""
-    return {"type": "timeline", "title": "One step, rank by rank", "choices": choices}
 
 
 def _column(rows: Rows, key: str) -> list[Any]:

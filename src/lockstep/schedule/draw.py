@@ -4,8 +4,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from lockstep.errors import UserError
 from lockstep.parallel.schedule_clock import Span, Timetable
+from lockstep.results.chart import Chart
+from lockstep.results.chart import draw as draw_charts
 
 COLOURS = {  # kind -> (terminal, picture)
     "forward": ("white on blue", "#4c78a8"),
@@ -73,27 +74,39 @@ def legend(found: Timetable) -> Text:
 
 
 def draw(pictures: dict[str, Timetable], file: Path) -> None:
-    """Each timetable below the other, all to one scale of the time that its step takes."""
-    from matplotlib.figure import Figure  # slow to import, and needed here only
+    """Each timetable below the other, all to one width: the time that its step takes."""
+    draw_charts([as_chart(title, found) for title, found in pictures.items()], file, width=1000)
 
-    if file.suffix not in (".svg", ".png", ".pdf"):
-        raise UserError(f"{file} must end in .svg, .png or .pdf")
-    ranks = sum(len(found.ranks) for found in pictures.values())
-    figure = Figure(figsize=(11, 0.45 * ranks + 1.1 * len(pictures) + 0.4), layout="constrained")
-    for axes, (title, found) in zip(figure.subplots(len(pictures), squeeze=False)[:, 0], pictures.items(), strict=True):
-        small = found.span / 140
-        for rank, spans in enumerate(found.ranks):
-            for span in spans:
-                length, kind = span.end - span.start, span.instruction.kind
-                shade = 0.65 if span.instruction.chunk else 1.0
-                axes.barh(
-                    rank, length, left=span.start, color=COLOURS[kind][1], alpha=shade, edgecolor="white", linewidth=0.5
-                )
-                if length > small:
-                    number = str(span.instruction.micro_batch)
-                    axes.text(span.start + length / 2, rank, number, ha="center", va="center", fontsize=7)
-        axes.set_yticks(range(len(found.ranks)), [f"stage {rank}" for rank in range(len(found.ranks))])
-        axes.invert_yaxis()
-        axes.set_xlim(0, found.span)
-        axes.set_title(f"{title}: idle {100 * found.bubble:.1f}% of the step", loc="left", fontsize=10)
-    figure.savefig(file)
+
+def as_chart(title: str, found: Timetable) -> Chart:
+    values = [
+        {"stage": f"stage {rank}", "start": span.start, "end": span.end, "kind": WORDS[span.instruction.kind]}
+        | {
+            "chunk": span.instruction.chunk,
+            "number": span.instruction.micro_batch,
+            "middle": (span.start + span.end) / 2,
+        }
+        for rank, spans in enumerate(found.ranks)
+        for span in spans
+    ]
+    kinds = list(dict.fromkeys(value["kind"] for value in values))
+    colours = [next(COLOURS[kind][1] for kind, words in WORDS.items() if words == name) for name in kinds]
+    time = {"type": "quantitative", "scale": {"domain": [0, found.span], "nice": False}, "title": None}
+    bars = {
+        "mark": {"type": "bar", "height": {"band": 0.9}, "stroke": "white", "strokeWidth": 0.5},
+        "encoding": {
+            "x": {"field": "start", **time},
+            "x2": {"field": "end"},
+            "color": {"field": "kind", "scale": {"domain": kinds, "range": colours}},
+            "opacity": {"condition": {"test": "datum.chunk > 0", "value": 0.65}, "value": 1},
+        },
+    }
+    numbers = {
+        "transform": [{"filter": f"datum.end - datum.start > {found.span / 140:.9g}"}],
+        "mark": {"type": "text", "fontSize": 9},
+        "encoding": {"x": {"field": "middle", **time}, "text": {"field": "number"}},
+    }
+    stages = [f"stage {rank}" for rank in range(len(found.ranks))]
+    y = {"field": "stage", "type": "nominal", "sort": stages, "title": None, "scale": {"domain": stages}}
+    spec = {"data": {"values": values}, "height": {"step": 26}, "encoding": {"y": y}, "layer": [bars, numbers]}
+    return Chart(f"{title}: idle {100 * found.bubble:.1f}% of the step", spec)

@@ -30,14 +30,11 @@ document.getElementById("theme").addEventListener("click", () => document.docume
 window.addEventListener("beforeprint", () => document.documentElement.classList.remove("dark"));
 
 const charts = JSON.parse(document.getElementById("data").textContent);
-const draw = { bars: drawBars, lines: drawLines, timeline: drawTimeline };
-document.querySelectorAll("[data-chart]").forEach((figure) => {
-  const chart = charts[Number(figure.dataset.chart)];
-  try {
-    draw[chart.type](figure, chart);
-  } catch (error) {
-    console.error(chart.title, error);
-    html("p", {}, figure, `this chart could not be drawn: ${error.message}`);
-  }
+const drawn = [...document.querySelectorAll("[data-chart]")].map((place) => {
+  const options = { renderer: "svg", actions: false, tooltip: { theme: "lockstep" } };
+  return vegaEmbed(place, charts[Number(place.dataset.chart)], options).catch((error) => {
+    console.error(error);
+    place.textContent = `this chart could not be drawn: ${error.message}`;
+  });
 });
 document.querySelectorAll("table.sortable").forEach(sortable);
