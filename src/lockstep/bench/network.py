@@ -28,7 +28,7 @@ def network_ms(timing: Timing, gbit_per_s: float) -> float:
     parallel = strategy_named(timing.strategy.partition("@")[0])
     engine = STRATEGIES[parallel.data]
     total = timing.wire_mb * 8 / gbit_per_s  # Mbit / (Gbit/s) = ms
-    if not engine.overlaps(parallel):
+    if not engine.facts(parallel).overlaps:
         return total
     parameters = timing.parameters_mb * 8 / gbit_per_s
     mean_size = max(1.0, timing.collectives)

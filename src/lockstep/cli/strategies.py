@@ -79,8 +79,8 @@ def add_row(
     table: object, name: str, config: Config, spec: DataSpec, psi: int, ranks: int, cut: str = "", formula: str = ""
 ) -> None:
     parallel = strategy_named(name, config.parallel)
-    engine = STRATEGIES[parallel.data]
-    cells = [name, "-", "-", formula or engine.sends(parallel), cut or engine.says(parallel)]
+    facts = STRATEGIES[parallel.data].facts(parallel)
+    cells = [name, "-", "-", formula or facts.sends, cut or facts.says]
     try:
         degrees = degrees_of(parallel, ranks)
         with torch.device("meta"):
@@ -89,7 +89,7 @@ def add_row(
     except UserError:
         theory, degrees = None, Degrees()
     else:
-        cells[1] = f"{held_mib(engine.divides(parallel), degrees, psi):,.0f}"
+        cells[1] = f"{held_mib(facts.divides, degrees, psi):,.0f}"
     if theory is not None:
         cells[2] = f"{theory.wire_bytes / 1e6:,.1f}"
     table.add_row(*cells)  # type: ignore[attr-defined]

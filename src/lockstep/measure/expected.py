@@ -21,7 +21,7 @@ def named_config(config: Config, name: str) -> Config:
 
 def meeting_cycle(config: Config) -> int:
     """After how many steps all have happened that happens in some steps only."""
-    return STRATEGIES[config.parallel.data].meets_every(config.parallel)
+    return STRATEGIES[config.parallel.data].facts(config.parallel).meets_every
 
 
 def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
@@ -33,7 +33,7 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
     train, engine = config.train, STRATEGIES[config.parallel.data]
     if config.lora.rank or train.recompute != "none" or meeting_cycle(config) > 1:
         return None
-    if train.accumulation > 1 and engine.sends_every_micro_batch(config.parallel):
+    if train.accumulation > 1 and engine.facts(config.parallel).sends_every_micro_batch:
         return None
     with torch.device("meta"):
         model = build_model(config.model, spec).to(DTYPES[train.precision])

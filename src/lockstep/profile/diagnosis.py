@@ -180,7 +180,7 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
     match bound:
         case "communication":
             ideas = [
-                *((True, flag) for flag in STRATEGIES[parallel.data].advice(parallel)),
+                *((True, flag) for flag in STRATEGIES[parallel.data].facts(parallel).advice),
                 (train.accumulation == 1, "--train.accumulation 4 with 4 times the batch (one exchange for 4)"),
             ]
         case "compute":

@@ -1,6 +1,5 @@
 """Our own data parallelism, in its four modes: naive, flat, overlap, bucketed."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import ceil, prod
@@ -16,7 +15,7 @@ from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
 from lockstep.parallel.compression import COMPRESSIONS
 from lockstep.parallel.data_parallel import Sync
 from lockstep.strategies.engine import Engine
-from lockstep.strategies.law import Law
+from lockstep.strategies.facts import Facts, Law
 from lockstep.strategies.theory import ModelSizes, Shape, Theory, all_reduce_factor, bucket_sizes, gather_factor
 
 LAWS = {
@@ -24,6 +23,20 @@ LAWS = {
     "fp16": "rounding of fp16",
     "topk": "equal at k=100%, nothing lost",
     "powersgd": "exact at rank 1, nothing lost",
+}
+
+
+SAYS = {
+    "naive": "one all-reduce per parameter after backward",
+    "flat": "one all-reduce of all gradients after backward",
+    "overlap": "one all-reduce per parameter, as backward gives it",
+    "bucketed": "buckets of gradients, sent as they fill",
+}
+SENDS = {
+    "bf16": "2Ψ(n-1)/n, of 2 bytes",
+    "fp16": "2Ψ(n-1)/n, of 2 bytes",
+    "topk": "(n-1) k (value, index)",
+    "powersgd": "2 r (rows + columns)(n-1)/n",
 }
 
 
@@ -48,40 +61,22 @@ class HandWritten(Engine):
             )
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        return {
-            "naive": "one all-reduce per parameter after backward",
-            "flat": "one all-reduce of all gradients after backward",
-            "overlap": "one all-reduce per parameter, as backward gives it",
-            "bucketed": "buckets of gradients, sent as they fill",
-        }[parallel.data] + (f"; {parallel.compression}" if parallel.compression != "none" else "")
-
-    @classmethod
-    def sends(cls, parallel: Parallel) -> str:
-        return {
-            "bf16": "2Ψ(n-1)/n, of 2 bytes",
-            "fp16": "2Ψ(n-1)/n, of 2 bytes",
-            "topk": "(n-1) k (value, index)",
-            "powersgd": "2 r (rows + columns)(n-1)/n",
-        }.get(parallel.compression, "2Ψ(n-1)/n")
-
-    @classmethod
-    def overlaps(cls, parallel: Parallel) -> bool:
-        return parallel.data in ("overlap", "bucketed")
-
-    @classmethod
-    def law(cls, parallel: Parallel) -> Law | None:
-        if parallel.compression == "none":
-            return None
-        equal = replace(parallel, topk_ratio=1.0) if parallel.compression == "topk" else None
-        return Law(LAWS[parallel.compression], equal)
-
-    @classmethod
-    def advice(cls, parallel: Parallel) -> Iterator[str]:
+    def facts(cls, parallel: Parallel) -> Facts:
+        compression, law, advice = parallel.compression, None, []
+        if compression != "none":
+            equal = replace(parallel, topk_ratio=1.0) if compression == "topk" else None
+            law = Law(LAWS[compression], equal)
         if parallel.data != "bucketed":
-            yield "--parallel.data bucketed (sends buckets while backward still computes)"
-        if parallel.compression == "none":
-            yield "--parallel.compression bf16 (half the bytes)"
+            advice.append("--parallel.data bucketed (sends buckets while backward still computes)")
+        if compression == "none":
+            advice.append("--parallel.compression bf16 (half the bytes)")
+        return Facts(
+            says=SAYS[parallel.data] + (f"; {compression}" if compression != "none" else ""),
+            sends=SENDS.get(compression, "2Ψ(n-1)/n"),
+            law=law,
+            overlaps=parallel.data in ("overlap", "bucketed"),
+            advice=tuple(advice),
+        )
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:

@@ -1,6 +1,5 @@
 """PyTorch's own DistributedDataParallel, observed."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
@@ -10,6 +9,7 @@ from lockstep.comm.observe import ObservedGroup
 from lockstep.config import Parallel
 from lockstep.parallel.stage import SYNCHRONIZE
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.facts import Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor
 
 DEFAULT_BUCKET_MB = 25.0
@@ -18,16 +18,13 @@ DEFAULT_BUCKET_MB = 25.0
 
 class DDP(Engine):
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        return "PyTorch's DistributedDataParallel"
+    def facts(cls, parallel: Parallel) -> Facts:
+        compressed = "--parallel.data bucketed --parallel.compression bf16 (half the bytes)"
+        return Facts("PyTorch's DistributedDataParallel", advice=(compressed,))
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
         return Theory(None, all_reduce_factor(ranks) * sizes.psi * sizes.itemsize)
-
-    @classmethod
-    def advice(cls, parallel: Parallel) -> Iterator[str]:
-        yield "--parallel.data bucketed --parallel.compression bf16 (half the bytes)"
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage

@@ -22,6 +22,7 @@ from lockstep.layout import Held, Layout, Region
 from lockstep.parallel.wrapper import broadcast_buffers, broadcast_module
 from lockstep.strategies.deepspeed_settings import deepspeed_settings
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.facts import Facts
 from lockstep.strategies.options import Options
 from lockstep.strategies.state import first_names, wanted_leaves
 from lockstep.strategies.step import Totals
@@ -55,16 +56,14 @@ class DeepSpeed(Engine):
         return replace(parallel, zero_stage=cast(Any, int(option[-1])))
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        return f"DeepSpeed's ZeRO stage {parallel.zero_stage}"
-
-    @classmethod
-    def sends(cls, parallel: Parallel) -> str:
-        return "3Ψ(n-1)/n" if parallel.zero_stage == 3 else "2Ψ(n-1)/n"
-
-    @classmethod
-    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
-        return parallel.zero_stage >= 3, parallel.zero_stage >= 2, True
+    def facts(cls, parallel: Parallel) -> Facts:
+        stage = parallel.zero_stage
+        return Facts(
+            says=f"DeepSpeed's ZeRO stage {stage}",
+            sends="3Ψ(n-1)/n" if stage == 3 else "2Ψ(n-1)/n",
+            divides=(stage >= 3, stage >= 2, True),
+            sends_every_micro_batch=True,
+        )
 
     @classmethod
     def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
@@ -72,10 +71,6 @@ class DeepSpeed(Engine):
             raise UserError("parallel.data deepspeed does not go with train.precision fp64: DeepSpeed does not know it")
         if compiled:
             raise UserError("parallel.data deepspeed does not go with train.compile; leave it out")
-
-    @classmethod
-    def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
-        return True
 
     def __init__(self, layout: Layout, options: Options) -> None:
         super().__init__(layout, options)

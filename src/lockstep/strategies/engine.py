@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held, Layout
 from lockstep.layout.region import region_of
 from lockstep.models.loss import Measure
-from lockstep.strategies.law import Law
+from lockstep.strategies.facts import Facts
 from lockstep.strategies.options import Options
 from lockstep.strategies.theory import ModelSizes, Theory
 
@@ -58,9 +58,9 @@ class Engine(ABC):
     """A step ends with communication in flight, which the next one waits for."""
 
     @classmethod
-    def overlaps(cls, parallel: Parallel) -> bool:
-        """Communication is issued while forward or backward still computes."""
-        return True
+    @abstractmethod
+    def facts(cls, parallel: Parallel) -> Facts:
+        """What is true of it with these options."""
 
     @classmethod
     def variant(cls, parallel: Parallel, option: str) -> Parallel | None:
@@ -90,44 +90,9 @@ class Engine(ABC):
         return Degrees(**{cls.axis: open_axis}).resolve(ranks)
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        """What it does, in a few words."""
-        return ""
-
-    @classmethod
-    def sends(cls, parallel: Parallel) -> str:
-        """What a rank sends in a step, as a formula: Ψ trained elements, n ranks."""
-        return "2Ψ(n-1)/n"
-
-    @classmethod
-    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
-        """Whether each rank holds one n-th of parameters, of gradients, of the optimizer's state."""
-        return False, False, False
-
-    @classmethod
-    def law(cls, parallel: Parallel) -> Law | None:
-        """None: it is equal to one process."""
-        return None
-
-    @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory | None:
         """What a rank sends in a step, in closed form; None where there is none."""
         return None
-
-    @classmethod
-    def meets_every(cls, parallel: Parallel) -> int:
-        """Steps after which all has happened that happens in some steps only."""
-        return 1
-
-    @classmethod
-    def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
-        """Gradients of each micro-batch are reduced at once; else once per step."""
-        return False
-
-    @classmethod
-    def advice(cls, parallel: Parallel) -> Iterator[str]:
-        """Flags to try where a step waits for communication."""
-        yield from ()
 
     # ---- one stage ---------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.sharded_module import OUTSIDE
 from lockstep.parallel.wrapper import broadcast_module
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.fsdp_observed import observe
 from lockstep.strategies.state import first_names
 from lockstep.strategies.theory import ModelSizes, Shape, Theory, gather_factor
@@ -61,22 +62,16 @@ class FSDP(Engine):
         return Degrees(replicate=replicate or -1, shard=shard).resolve(ranks)
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        return f"PyTorch's FSDP2, {parallel.sharding}"
-
-    @classmethod
-    def sends(cls, parallel: Parallel) -> str:
-        inside = {"FULL_SHARD": "3Ψ(n-1)/n", "HYBRID_SHARD": "3Ψ(s-1)/s + 2Ψ(c-1)/(cs)"}
-        return inside.get(parallel.sharding, "2Ψ(n-1)/n")
-
-    @classmethod
-    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
-        whole = parallel.sharding == "NO_SHARD"
-        return not whole, not whole, not whole
-
-    @classmethod
-    def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
-        return True
+    def facts(cls, parallel: Parallel) -> Facts:
+        cut = parallel.sharding != "NO_SHARD"
+        sends = {"FULL_SHARD": "3Ψ(n-1)/n", "HYBRID_SHARD": "3Ψ(s-1)/s + 2Ψ(c-1)/(cs)"}
+        return Facts(
+            says=f"PyTorch's FSDP2, {parallel.sharding}",
+            sends=sends.get(parallel.sharding, "2Ψ(n-1)/n"),
+            divides=(cut, cut, cut),
+            sends_every_micro_batch=True,
+            advice=(GATHER_ONCE,) if parallel.sharding == "FULL_SHARD" else (),
+        )
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory | None:
@@ -88,11 +83,6 @@ class FSDP(Engine):
         outside = sum(padded_rows(shape, ranks) for shape in sizes.outside)
         gathered = (times * in_blocks + outside) * sizes.gathered
         return Theory(None, gather_factor(ranks) * (gathered + (in_blocks + outside) * sizes.reduced))
-
-    @classmethod
-    def advice(cls, parallel: Parallel) -> Iterator[str]:
-        if parallel.sharding == "FULL_SHARD":
-            yield "--parallel.sharding SHARD_GRAD_OP (parameters are gathered once, not twice, for more memory)"
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage

@@ -15,6 +15,7 @@ from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.sharded_module import fill_later
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, gather_factor, padded
 
 
@@ -33,20 +34,16 @@ class FullySharded(Engine):
         return replace(parallel, sharding=cast(Any, option)) if option in cls.shardings else None
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        return "parameters sharded too: a block is whole only while it computes"
-
-    @classmethod
-    def sends(cls, parallel: Parallel) -> str:
-        return "3Ψ(n-1)/n" if parallel.sharding == "FULL_SHARD" else "2Ψ(n-1)/n"
-
-    @classmethod
-    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
-        return True, True, True
-
-    @classmethod
-    def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
-        return True
+    def facts(cls, parallel: Parallel) -> Facts:
+        twice = parallel.sharding == "FULL_SHARD"
+        ahead = ("--parallel.prefetch 2 (gathers further ahead)",) if parallel.prefetch < 2 else ()
+        return Facts(
+            says="parameters sharded too: a block is whole only while it computes",
+            sends="3Ψ(n-1)/n" if twice else "2Ψ(n-1)/n",
+            divides=(True, True, True),
+            sends_every_micro_batch=True,
+            advice=(*ahead, GATHER_ONCE) if twice else ahead,
+        )
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
@@ -60,13 +57,6 @@ class FullySharded(Engine):
         collectives = sum(gathers + 1 for gathers, _ in units) + 1
         flags = (len(sizes.sizes) + 1) * 4
         return Theory(collectives, gather_factor(ranks) * sent + all_reduce_factor(ranks) * flags)
-
-    @classmethod
-    def advice(cls, parallel: Parallel) -> Iterator[str]:
-        if parallel.prefetch < 2:
-            yield "--parallel.prefetch 2 (gathers further ahead)"
-        if parallel.sharding == "FULL_SHARD":
-            yield "--parallel.sharding SHARD_GRAD_OP (parameters are gathered once, not twice, for more memory)"
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = stage

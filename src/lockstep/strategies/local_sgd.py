@@ -1,6 +1,5 @@
 """Local SGD and DiLoCo: ranks train apart, and average their parameters every few steps."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from lockstep.layout import Held
 from lockstep.parallel import LocalSGD as Averager
 from lockstep.parallel.local_sgd import CHUNK_BYTES
 from lockstep.strategies.engine import Engine
-from lockstep.strategies.law import Law
+from lockstep.strategies.facts import Facts, Law
 from lockstep.strategies.state import RegionState
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes
 
@@ -34,34 +33,24 @@ class LocalSGD(Engine):
         return replace(parallel, outer_lr=parallel.outer_lr or DILOCO_LR) if option == "diloco" else None
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
+    def facts(cls, parallel: Parallel) -> Facts:
         outer = "DiLoCo: ranks train apart, an outer step" if parallel.outer_lr else "ranks train apart, and average"
-        return f"{outer} every {parallel.sync_every} steps"
-
-    @classmethod
-    def sends(cls, parallel: Parallel) -> str:
-        return "2Ψ(n-1)/(nK)"
-
-    @classmethod
-    def law(cls, parallel: Parallel) -> Law:
         # With lr 1 and no momentum DiLoCo's outer step lands on the mean.
         outer_lr = 1.0 if parallel.outer_lr else 0.0
         equal = replace(parallel, sync_every=1, outer_lr=outer_lr, outer_momentum=0.0)
-        return Law("equal at K=1 with SGD", equal, linear_only=True)
+        return Facts(
+            says=f"{outer} every {parallel.sync_every} steps",
+            sends="2Ψ(n-1)/(nK)",
+            law=Law("equal at K=1 with SGD", equal, linear_only=True),
+            meets_every=parallel.sync_every,
+            advice=(f"--parallel.sync-every {2 * parallel.sync_every} (ranks meet half as often)",),
+        )
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
         """Of a step with a meeting; steps between meetings send nothing."""
         chunks = bucket_sizes(sizes.sizes, sizes.itemsize, CHUNK_BYTES / 1024**2)
         return Theory(len(chunks), all_reduce_factor(ranks) * sizes.psi * sizes.itemsize)
-
-    @classmethod
-    def meets_every(cls, parallel: Parallel) -> int:
-        return parallel.sync_every
-
-    @classmethod
-    def advice(cls, parallel: Parallel) -> Iterator[str]:
-        yield f"--parallel.sync-every {2 * parallel.sync_every} (ranks meet half as often)"
 
     def wrap(self, stage: nn.Module) -> None:
         parallel = self.parallel

@@ -61,7 +61,7 @@ class ParallelModel:
     @property
     def is_exact(self) -> bool:
         """Equal to one process; else held to another law."""
-        return type(self.engine).law(self.parallel) is None
+        return type(self.engine).facts(self.parallel).law is None
 
     # ---- training ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """ZeRO stages 1 and 2 by hand: a sharded optimizer, and a wrapper that averages gradients to their owners."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,6 +12,7 @@ from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.sharded_optimizer import OwnedPiece, ShardedOptimizer
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.facts import Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes, gather_factor, padded
 
 
@@ -30,13 +30,16 @@ class ShardedState(Engine):
     optimizer: ShardedOptimizer
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        what = "optimizer state" if parallel.data == "zero1" else "optimizer state and gradients"
-        return f"{what} sharded; reduce-scatter, then all-gather beside forward"
-
-    @classmethod
-    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
-        return False, parallel.data == "zero2", True
+    def facts(cls, parallel: Parallel) -> Facts:
+        gradients_too = parallel.data == "zero2"
+        what = "optimizer state and gradients" if gradients_too else "optimizer state"
+        sooner = "--parallel.bucket-mb 5 (smaller buckets are sent sooner)"
+        return Facts(
+            says=f"{what} sharded; reduce-scatter, then all-gather beside forward",
+            divides=(False, gradients_too, True),
+            sends_every_micro_batch=gradients_too,
+            advice=(sooner,) if parallel.bucket_mb > 5 else (),
+        )
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
@@ -45,15 +48,6 @@ class ShardedState(Engine):
         elements = sum(padded(bucket, sizes.itemsize, ranks) for bucket in buckets)
         sent = gather_factor(ranks) * 2 * elements * sizes.itemsize
         return Theory(2 * len(buckets) + 1, sent + all_reduce_factor(ranks) * (len(sizes.sizes) + 1) * 4)
-
-    @classmethod
-    def sends_every_micro_batch(cls, parallel: Parallel) -> bool:
-        return parallel.data == "zero2"
-
-    @classmethod
-    def advice(cls, parallel: Parallel) -> Iterator[str]:
-        if parallel.bucket_mb > 5:
-            yield "--parallel.bucket-mb 5 (smaller buckets are sent sooner)"
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = stage

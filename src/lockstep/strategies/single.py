@@ -5,6 +5,7 @@ from torch import nn
 from lockstep.config import Parallel
 from lockstep.layout import Degrees
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.facts import Facts
 from lockstep.strategies.theory import NOTHING, ModelSizes, Theory
 
 
@@ -14,12 +15,8 @@ class Single(Engine):
     model_axes = ("pp", "tp")  # with cp gradients of positions have to meet
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        return "one process, the whole batch: the reference"
-
-    @classmethod
-    def sends(cls, parallel: Parallel) -> str:
-        return "0"
+    def facts(cls, parallel: Parallel) -> Facts:
+        return Facts("one process, the whole batch: the reference", sends="0")
 
     @classmethod
     def degrees(cls, parallel: Parallel, ranks: int) -> Degrees:

@@ -13,6 +13,7 @@ from lockstep.comm.ledger import Mark, active_ledger, mark
 from lockstep.config import Parallel
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.facts import Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor
 
 
@@ -22,16 +23,9 @@ class Zero1Torch(Engine):
     sends_after_step = True
 
     @classmethod
-    def says(cls, parallel: Parallel) -> str:
-        return "PyTorch's DDP and ZeroRedundancyOptimizer"
-
-    @classmethod
-    def sends(cls, parallel: Parallel) -> str:
-        return "2Ψ(n-1)/n + Ψ"
-
-    @classmethod
-    def divides(cls, parallel: Parallel) -> tuple[bool, bool, bool]:
-        return False, False, True
+    def facts(cls, parallel: Parallel) -> Facts:
+        says = "PyTorch's DDP and ZeroRedundancyOptimizer"
+        return Facts(says, sends="2Ψ(n-1)/n + Ψ", divides=(False, False, True))
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:

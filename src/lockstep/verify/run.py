@@ -113,7 +113,7 @@ class Proofs:
         defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)
         parallel = strategy_named(name, defaults, self.table)
         engine, scenarios = self.table[parallel.data], self.scenarios or scenarios_of(self.request, parallel)
-        law = engine.law(parallel)
+        law = engine.facts(parallel).law
         equal: Parallel | None = parallel
         verdict = Verdict(name, self.world.size, law="" if law is None else law.says)
         if law is not None:
@@ -140,7 +140,7 @@ class Proofs:
         """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where
         everything is linear in the gradient: SGD, and no clipping, since local norms are not the global one.
         """
-        law = self.table[parallel.data].law(parallel)
+        law = self.table[parallel.data].facts(parallel).law
         linear = law is not None and law.linear_only
         precision = self.table[parallel.data].verified_in or self.request.precision
         optimizer = "sgd" if linear or precision == "fp32" else "adamw"

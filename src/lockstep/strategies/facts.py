@@ -1,0 +1,41 @@
+"""What is true of an engine, with its options, before anything runs."""
+
+from dataclasses import dataclass
+
+from lockstep.config import Parallel
+
+
+@dataclass(frozen=True)
+class Law:
+    """`verify` checks the equal form against one process, and compressions by laws of their own (`verify/laws.py`)."""
+
+    says: str
+    """In a few words, for a table."""
+    equal_form: Parallel | None = None
+    """The setting under which it equals one process, if it has one."""
+    linear_only: bool = False
+    """Equal only where everything is linear in the gradient: SGD, and no clipping by a norm."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    says: str
+    """What it does, in a few words."""
+    sends: str = "2Ψ(n-1)/n"
+    """What a rank sends in a step, as a formula: Ψ trained elements, n ranks."""
+    divides: tuple[bool, bool, bool] = (False, False, False)
+    """Whether each rank holds one n-th of parameters, of gradients, of the optimizer's state."""
+    law: Law | None = None
+    """What it is held to where it is not equal to one process."""
+    overlaps: bool = True
+    """Communication is issued while forward or backward still computes."""
+    meets_every: int = 1
+    """Steps after which all has happened that happens in some steps only."""
+    sends_every_micro_batch: bool = False
+    """Gradients of each micro-batch are reduced at once; else once per step."""
+    advice: tuple[str, ...] = ()
+    """Flags to try where a step waits for communication."""
+
+
+GATHER_ONCE = "--parallel.sharding SHARD_GRAD_OP (parameters are gathered once, not twice, for more memory)"
+"""Advice for engines that shard parameters."""
