@@ -19,18 +19,26 @@ from lockstep.verify import Request, Verdict, verify
 from tests.ranks import on_ranks
 from tests.test_checkpoint import session
 
-FEW = ["zero3,tp=2", "ddp,pp=2:1f1b", "zero1,pp=2:zb-v,tp=2:sequence", "fsdp,cp=2"]
+FEW = ["zero3,tp=2", "ddp,pp=2:1f1b", "zero1,pp=2:zb-v,tp=2:sequence", "fsdp,cp=2", "fsdp,tp=2:sequence:native"]
 TWO = [
     *("single,tp=2", "single,tp=2:sequence", "bucketed,cp=2", "bucketed,cp=2:ulysses"),
+    *("single,tp=2:native", "single,tp=2:sequence:native"),
     *(f"single,pp=2:{name}" for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
 ]
 FOUR = [
+    *("fsdp,tp=2:native", "fsdp,tp=2:sequence:native"),
     *("single,tp=4", "single,pp=4:zb-h1", "bucketed,cp=4", "zero3,tp=2", "zero3,tp=2:sequence", "fsdp,tp=2"),
     *("ddp,pp=2:1f1b", "ddp,pp=2:interleaved", "zero2,pp=2:1f1b", "fsdp,pp=2:1f1b", "zero1_torch,pp=2:gpipe"),
     *("zero3,cp=2", "zero3,cp=2:ulysses", "fsdp,cp=2", "local_sgd,tp=2", "bucketed+topk,tp=2", "naive,pp=2:zb-v"),
 ]
 EIGHT = [
-    *("zero1,pp=2:1f1b,tp=2", "fsdp+HYBRID_SHARD,tp=2", "fsdp,cp=2,tp=2", "zero3,cp=2,tp=2:sequence"),
+    *(
+        "zero1,pp=2:1f1b,tp=2",
+        "fsdp+HYBRID_SHARD,tp=2",
+        "fsdp+HYBRID_SHARD,tp=2:native",
+        "fsdp,cp=2,tp=2",
+        "zero3,cp=2,tp=2:sequence",
+    ),
     *("ddp,pp=2:zb-h1,cp=2", "bucketed,pp=4:interleaved", "single,pp=2:zb-v,tp=4"),
 ]
 
@@ -73,9 +81,9 @@ def check_moves(rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]],
 
 def test_a_checkpoint_moves_to_other_axes_and_back(tmp_path: Path) -> None:
     rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
-        (4, [], ["zero3,tp=2", "zero1,pp=2:1f1b,tp=2"]),
-        (2, [("4", "zero3,tp=2", "single,pp=2:1f1b"), ("4", "zero1,pp=2:1f1b,tp=2", "zero3")], []),
-        (1, [("4", "zero3,tp=2", "single"), ("4", "zero1,pp=2:1f1b,tp=2", "single")], []),
+        (4, [], ["fsdp,tp=2:native", "zero1,pp=2:1f1b,tp=2"]),
+        (2, [("4", "fsdp,tp=2:native", "single,pp=2:1f1b"), ("4", "zero1,pp=2:1f1b,tp=2", "zero3")], []),
+        (1, [("4", "fsdp,tp=2:native", "single"), ("4", "zero1,pp=2:1f1b,tp=2", "single")], []),
     ]
     check_moves(rounds, tmp_path, 60)
 
@@ -83,8 +91,15 @@ def test_a_checkpoint_moves_to_other_axes_and_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_checkpoints_move_between_all_axes(tmp_path: Path) -> None:
-    two = ["single,tp=2:sequence", "single,pp=2:interleaved", "zero3,cp=1", "fsdp,tp=2"]
-    four = ["zero3,tp=2", "fsdp,tp=2", "ddp,pp=2:zb-v", "zero1,pp=2:1f1b,tp=2", "zero2,tp=2:sequence"]
+    two = ["single,tp=2:sequence", "single,tp=2:native", "single,pp=2:interleaved", "zero3,cp=1", "fsdp,tp=2"]
+    four = [
+        "zero3,tp=2",
+        "fsdp,tp=2",
+        "fsdp,tp=2:native",
+        "ddp,pp=2:zb-v",
+        "zero1,pp=2:1f1b,tp=2",
+        "zero2,tp=2:sequence",
+    ]
     rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
         (1, [], ["single"]),
         (4, [("1", "single", name) for name in four], four),
@@ -161,7 +176,7 @@ def test_planted_faults_are_named() -> None:
 # ---- names ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zero3,tp=2", "ddp,pp=2:zb-v", "zero1,pp=2:1f1b,tp=2:sequence", "fsdp,cp=2:ulysses"])
+@pytest.mark.parametrize("name", ["zero3,tp=2", "ddp,pp=2:zb-v", "zero1,pp=2:1f1b,tp=2:sequence", "fsdp,tp=2:native"])
 def test_names_and_sections_are_the_same(name: str) -> None:
     assert strategy_name(strategy_named(name)) == name
 
@@ -173,6 +188,7 @@ def test_names_and_sections_are_the_same(name: str) -> None:
         ("zero3,xp=2", "must be an axis and its degree"),
         ("zero3,tp=two", "must be an axis and its degree"),
         ("zero3,tp=2:fast", "'fast' after tp"),
+        ("zero3,shard=2:native", "'native' after shard"),
         ("ddp,pp=2:2f2b", "'2f2b' after pp"),
         ("nothing,tp=2", "does not exist"),
     ],

@@ -48,6 +48,7 @@ class Layout:
         self.coordinates = dict(zip(AXES, coordinates(world.rank, self.degrees), strict=True))
         """Of this rank."""
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         for axes in [*((axis,) for axis in AXES), ("shard", "cp"), *PURPOSES.values()]:  # in one order on every rank
             spanned = self._spanned(axes)
             if spanned not in self._groups:
@@ -98,13 +99,16 @@ class Layout:
         from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
         axes = axes or self._spanned(AXES)
+        if axes in self._meshes:  # who shares a mesh must share the object
+            return self._meshes[axes]
         groups = [self.group(*axis.split(" x ")) for axis in axes]
         native = [g.process_group or self._new_group([self.world.rank]) for g in groups]
         spanned = tuple(name for axis in axes for name in axis.split(" x "))
         numbers = torch.tensor(self._ranks(spanned)).view([g.size for g in groups])
         given = native[0] if len(native) == 1 else native
         names = tuple(axis.split(" x ")[0] for axis in axes)
-        return DeviceMesh.from_group(given, self.world.device.type, numbers, mesh_dim_names=names)
+        self._meshes[axes] = DeviceMesh.from_group(given, self.world.device.type, numbers, mesh_dim_names=names)
+        return self._meshes[axes]
 
     def seed(self, base: int) -> int:
         """Of this rank's random numbers in training: other ones where ranks hold other samples, positions or layers,

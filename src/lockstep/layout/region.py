@@ -245,8 +245,8 @@ def held_as(parameter: Tensor, region: Region) -> nn.Parameter:
 
 def region_of(tensor: Any) -> Region:
     """What somebody has left of it who cut it (`held_as`), or what a DTensor says itself; any other tensor is whole."""
-    if not is_dtensor(tensor):
-        said: Region | None = getattr(tensor, "region", None)
+    said: Region | None = getattr(tensor, "region", None)
+    if said is not None or not is_dtensor(tensor):
         return said or Region.whole(tensor.shape)
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
     return Region(tuple(tensor.shape), tuple(box for box in boxes if box.numel))

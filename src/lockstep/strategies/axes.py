@@ -16,6 +16,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Axis -> what may stand after its degree, and what that sets."""
 MODEL_AXES = ("pp", "cp", "tp")
+NATIVE = "native"
+"""After an axis of the model: cut by PyTorch's own means."""
 
 
 def model_degrees(parallel: Parallel) -> dict[str, int]:
@@ -31,6 +33,9 @@ def with_axes(parallel: Parallel, words: list[str], name: str) -> Parallel:
             raise UserError(f"strategy {name!r} has {word!r}, which must be an axis and its degree, as {allowed()}")
         chosen: dict[str, Any] = {axis: int(degree)}
         for option in options:
+            if option == NATIVE and axis in MODEL_AXES:
+                chosen["native"] = (*parallel.native, axis)
+                continue
             if option not in OPTIONS[axis]:
                 raise UserError(f"strategy {name!r} has {option!r} after {axis}; there are {allowed()}")
             chosen |= OPTIONS[axis][option]
@@ -48,8 +53,11 @@ def strategy_name(parallel: Parallel) -> str:
         "tp": ":sequence" if parallel.sequence else "",
     }
     degrees = {axis: degree for axis, degree in model_degrees(parallel).items() if degree > 1}
-    return f"{parallel.data}{options}" + "".join(f",{axis}={degree}{said[axis]}" for axis, degree in degrees.items())
+    by = {axis: f":{NATIVE}" if axis in parallel.native else "" for axis in degrees}
+    axes = "".join(f",{axis}={degree}{said[axis]}{by[axis]}" for axis, degree in degrees.items())
+    return f"{parallel.data}{options}{axes}"
 
 
 def allowed() -> str:
-    return ", ".join(f"{axis}=2{''.join(f'[:{option}]' for option in options)}" for axis, options in OPTIONS.items())
+    listed = {axis: [*options, *([NATIVE] if axis in MODEL_AXES else [])] for axis, options in OPTIONS.items()}
+    return ", ".join(f"{axis}=2{''.join(f'[:{option}]' for option in options)}" for axis, options in listed.items())

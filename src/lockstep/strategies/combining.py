@@ -7,6 +7,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.schedule import check_schedule
 from lockstep.parallel.stage import layers_of
 from lockstep.strategies.context import check_context
+from lockstep.strategies.native_tensor import check_native_tensor
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
 from lockstep.strategies.tensor import check_tensor
 
@@ -16,6 +17,8 @@ def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:
     be on the meta device.
     """
     check_tensor(model, parallel.tp, parallel.sequence)
+    if "tp" in parallel.native and parallel.tp > 1:
+        check_native_tensor(model, parallel.tp)
     check_context(model, parallel.cp, parallel.attention, parallel.tp)
     if parallel.pp == 1:
         return

@@ -17,13 +17,14 @@ from lockstep.config import Parallel
 from lockstep.config.schema import Sharding
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held
-from lockstep.layout.region import is_dtensor, region_of
+from lockstep.layout.region import Region, is_dtensor, region_of
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.sharded_module import OUTSIDE
 from lockstep.parallel.wrapper import broadcast_module
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.fsdp_observed import observe
+from lockstep.strategies.native_tensor import data_axes
 from lockstep.strategies.state import first_names
 from lockstep.strategies.theory import ModelSizes, Shape, Theory, gather_factor
 
@@ -103,10 +104,13 @@ class FSDP(Engine):
 
         degrees = self.layout.degrees
         copies = degrees.replicate > 1
-        self.traffic_is_seen = not copies  # the all-reduces between them are not
-        options: dict[str, Any] = {
-            "mesh": self.layout.mesh("replicate", "shard x cp") if copies else self.layout.mesh("shard x cp")
-        }
+        self.traffic_is_seen &= not copies  # the all-reduces between them are not
+        axes = data_axes(self.layout)
+        mesh = self.layout.mesh(*axes)
+        if "tp" in self.parallel.native and degrees.tp > 1:
+            joint, names = self.layout.mesh(*axes, "tp"), ("replicate", "shard")
+            mesh = joint[names] if copies else joint["shard"]
+        options: dict[str, Any] = {"mesh": mesh}
         compute = self.options.compute_dtype
         reduce = torch.float32 if compute is not None and self.parallel.reduce_dtype == "fp32" else None
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
@@ -132,8 +136,20 @@ class FSDP(Engine):
                 setattr(stage.get_submodule(home), leaf, stage.get_parameter(first))
 
     def held(self) -> dict[str, Held]:
-        named = self.model.named_parameters()
-        return {n: Held(p, self.cuts[n].within(region_of(p)) if is_dtensor(p) else self.cuts[n]) for n, p in named}
+        return {name: Held(p, self._region(name, p)) for name, p in self.model.named_parameters()}
+
+    def _region(self, name: str, parameter: Tensor) -> Region:
+        cut = self.cuts[name]
+        if not (is_sharded(self.model) and is_dtensor(parameter)):
+            return cut
+        if "tp" not in self.parallel.native:
+            return cut.within(region_of(parameter))
+        # A DTensor of both axes speaks of the whole tensor; ours has its rows in another order. Of what tensor
+        # parallelism has left, FSDP2 gives each rank a run of rows.
+        group = self.layout.group("shard", "cp")
+        rows = -(-cut.held_shape[0] // group.size)
+        start, stop = (min(cut.held_shape[0], rows * r) for r in (group.rank, group.rank + 1))
+        return cut.within(Region.slice(cut.held_shape, 0, (start, stop)))
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Without a backward nobody reshards what forward has gathered, and state is read from sharded parameters."""

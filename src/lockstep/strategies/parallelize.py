@@ -22,6 +22,7 @@ from lockstep.parallel.stage import Stage
 from lockstep.strategies.compiling import compile_blocks, compile_model
 from lockstep.strategies.context import cut_positions
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.native_tensor import cut_by_dtensor
 from lockstep.strategies.options import Options
 from lockstep.strategies.parallel_model import ParallelModel
 from lockstep.strategies.pipeline import cut_into_stages
@@ -53,11 +54,19 @@ def parallelize(
     parallel = options.parallel
     plan = TensorPlan.of(model, layout.degrees.tp, options.loss)
     model = cut_into_stages(model, layout, parallel)
-    engine.measure = cut_tensors(model, plan, layout.group("tp"), parallel.sequence)
+    place = None if tensors is not None else layout.world.device
+    by_dtensor = "tp" in parallel.native and layout.degrees.tp > 1
+    if by_dtensor:
+        model.to(place, options.dtype)  # a DTensor that moves loses its hooks
+        engine.measure = cut_by_dtensor(model, plan, layout, parallel.sequence)
+        engine.traffic_is_seen = False
+    else:
+        engine.measure = cut_tensors(model, plan, layout.group("tp"), parallel.sequence)
     cut_positions(model, layout.group("cp"), parallel.attention)
     if not isinstance(model, Stage) or blocks_of(model):  # a stage may have the embedding only
         recompute(model, options.recompute, options.recompute_every)
-    model.to(None if tensors is not None else layout.world.device, options.dtype)
+    if not by_dtensor:
+        model.to(place, options.dtype)
     if engine.fills_parts:  # it shards block by block
         compile_blocks(model, options)
     else:

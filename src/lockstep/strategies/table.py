@@ -106,6 +106,10 @@ def expected_traffic(sizes: ModelSizes, parallel: Parallel, ranks: int, table: T
     return NOTHING if ranks == 1 else table[parallel.data].traffic(sizes, parallel, ranks)
 
 
+NATIVE_ENGINES = {"tp": ("single", "fsdp"), "pp": ("single",), "cp": ("fsdp",)}
+"""Which engines PyTorch's own axes are combined with: those that know DTensors, or need not."""
+
+
 # ---- what does not go together -------------------------------------------------------------------------------------
 
 
@@ -117,6 +121,14 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
         if degree > 1 and axis not in engine.model_axes:
             who = ", ".join(name for name, other in STRATEGIES.items() if axis in other.model_axes)
             raise UserError(f"parallel.{axis} {degree} does not go with parallel.data {data}; use {who}")
+    for axis in parallel.native:
+        if data not in NATIVE_ENGINES[axis] and getattr(parallel, axis) > 1:
+            who = " or ".join(NATIVE_ENGINES[axis])
+            raise UserError(
+                f"{axis}={getattr(parallel, axis)}:native goes with parallel.data {who}, and this is {data}"
+            )
+    if "tp" in parallel.native and parallel.tp > 1 and parallel.pp > 1:
+        raise UserError("tp=...:native does not go with pp; leave native out")
     if parallel.sequence and parallel.tp == 1:
         raise UserError("parallel.sequence cuts what lies between matrices that parallel.tp cuts, and that is 1")
     for option, neutral in (("compression", "none"), ("algorithm", "native")):

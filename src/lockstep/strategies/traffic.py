@@ -74,7 +74,7 @@ def traffic_by_axis(
         if parallel.sequence:
             elements //= tp.size
         found["pp"] = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
-    return found
+    return {axis: None if axis in parallel.native else theory for axis, theory in found.items()}
 
 
 def layout_pieces(layout: Layout | FirstRank, rows: int) -> int | None:

@@ -88,7 +88,8 @@ def scenarios_of(request: Request, parallel: Parallel) -> list[Scenario]:
         return saver_scenarios(request.model)
     if all(degree == 1 for degree in model_degrees(parallel).values()):
         return scenarios_for(request.model)
-    return cut_scenarios(request.model, placement_for(parallel).parts)
+    found = cut_scenarios(request.model, placement_for(parallel).parts)
+    return [s for s in found if not (s.lora_rank and parallel.native)]  # PyTorch's own axes know no adapters
 
 
 def check_request(request: Request, ranks: int) -> None:
