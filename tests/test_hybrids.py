@@ -20,9 +20,11 @@ from tests.ranks import on_ranks
 from tests.test_checkpoint import session
 
 FEW = ["zero3,tp=2", "ddp,pp=2:1f1b", "zero1,pp=2:zb-v,tp=2:sequence", "fsdp,cp=2", "fsdp,tp=2:sequence:native"]
+FEW += ["single,pp=2:1f1b:native,tp=2"]
 TWO = [
     *("single,tp=2", "single,tp=2:sequence", "bucketed,cp=2", "bucketed,cp=2:ulysses"),
     *("single,tp=2:native", "single,tp=2:sequence:native"),
+    *(f"single,pp=2:{name}:native" for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
     *(f"single,pp=2:{name}" for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
 ]
 FOUR = [
@@ -176,7 +178,9 @@ def test_planted_faults_are_named() -> None:
 # ---- names ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zero3,tp=2", "ddp,pp=2:zb-v", "zero1,pp=2:1f1b,tp=2:sequence", "fsdp,tp=2:native"])
+@pytest.mark.parametrize(
+    "name", ["zero3,tp=2", "ddp,pp=2:zb-v", "zero1,pp=2:1f1b:native,tp=2:sequence", "fsdp,tp=2:native"]
+)
 def test_names_and_sections_are_the_same(name: str) -> None:
     assert strategy_name(strategy_named(name)) == name
 
@@ -207,7 +211,7 @@ SMALL = ["--data.name", "synthetic", "--data.samples", "16", "--model.d-model", 
     ("config", "ranks"),
     [
         ("gpt_tp", 2),
-        ("gpt_pp", 2),
+        pytest.param("gpt_pp", 2, marks=pytest.mark.slow),
         ("gpt_long_context", 2),
         pytest.param("gpt_3d", 8, marks=pytest.mark.slow),
     ],

@@ -93,9 +93,9 @@ def check_all(world: World, schedules: list[str]) -> None:
                 raise AssertionError(f"{schedule}, {what}: {type(error).__name__} {error}") from error
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 def test_every_schedule_is_equal_to_one_process(ranks: int) -> None:
-    on_ranks(check_all, ranks, list(SCHEDULES), timeout=110)
+    on_ranks(check_all, ranks, list(SCHEDULES))
 
 
 def messages(world: World) -> list[tuple[str, int]]:

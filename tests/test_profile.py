@@ -145,7 +145,7 @@ def test_ranks_are_put_on_one_time_base() -> None:
     assert drawn == {"a": (0, 0.0), "b": (1, 100.0)}
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero3", marks=pytest.mark.slow), "ddp"])
 def test_a_real_trace(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model.name", "gpt", "--model.d-model", "32", "--model.layers", "3", "--model.heads", "2"]
     data = ["--data.name", "synthetic", "--data.samples", "64", "--train.batch-size", "8", "--device", "cpu"]

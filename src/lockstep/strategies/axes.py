@@ -16,7 +16,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Axis -> what may stand after its degree, and what that sets."""
 MODEL_AXES = ("pp", "cp", "tp")
-NATIVE = "native"
+NATIVE, NATIVE_AXES = "native", ("pp", "tp")
 """After an axis of the model: cut by PyTorch's own means."""
 
 
@@ -33,7 +33,7 @@ def with_axes(parallel: Parallel, words: list[str], name: str) -> Parallel:
             raise UserError(f"strategy {name!r} has {word!r}, which must be an axis and its degree, as {allowed()}")
         chosen: dict[str, Any] = {axis: int(degree)}
         for option in options:
-            if option == NATIVE and axis in MODEL_AXES:
+            if option == NATIVE and axis in NATIVE_AXES:
                 chosen["native"] = (*parallel.native, axis)
                 continue
             if option not in OPTIONS[axis]:
@@ -59,5 +59,5 @@ def strategy_name(parallel: Parallel) -> str:
 
 
 def allowed() -> str:
-    listed = {axis: [*options, *([NATIVE] if axis in MODEL_AXES else [])] for axis, options in OPTIONS.items()}
+    listed = {axis: [*options, *([NATIVE] if axis in NATIVE_AXES else [])] for axis, options in OPTIONS.items()}
     return ", ".join(f"{axis}=2{''.join(f'[:{option}]' for option in options)}" for axis, options in listed.items())

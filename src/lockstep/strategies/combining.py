@@ -7,6 +7,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.schedule import check_schedule
 from lockstep.parallel.stage import layers_of
 from lockstep.strategies.context import check_context
+from lockstep.strategies.native_pipeline import check_native_pipeline
 from lockstep.strategies.native_tensor import check_native_tensor
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
 from lockstep.strategies.tensor import check_tensor
@@ -22,6 +23,8 @@ def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:
     check_context(model, parallel.cp, parallel.attention, parallel.tp)
     if parallel.pp == 1:
         return
+    if "pp" in parallel.native:
+        check_native_pipeline(parallel)
     check_schedule(parallel.schedule, parallel.pp, micro_batches_of(parallel, accumulation), parallel.chunks)
     layers, parts = len(layers_of(model)), placement_for(parallel).parts
     if layers < parts:

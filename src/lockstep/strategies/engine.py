@@ -213,10 +213,13 @@ class Engine(ABC):
 
     def make_worker(self) -> "Worker":
         """What executes a schedule; an engine that owns its step brings its own."""
-        from lockstep.strategies.pipeline import PipelineWorker  # they know engines
+        from lockstep.strategies.native_pipeline import NativePipelineWorker  # they know engines
+        from lockstep.strategies.pipeline import PipelineWorker
         from lockstep.strategies.worker import Worker
 
-        return Worker(self) if self.layout.degrees.pp == 1 else PipelineWorker(self)
+        if self.layout.degrees.pp == 1:
+            return Worker(self)
+        return NativePipelineWorker(self) if "pp" in self.parallel.native else PipelineWorker(self)
 
     def make_state(self) -> "State":
         from lockstep.strategies.state import RegionState  # it knows engines

@@ -6,6 +6,7 @@ and the engine lets gradients meet over the data axes.
 """
 
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +82,10 @@ class PipelineWorker(Worker):
         self.ledger.open()
         with recording(self.ledger):
             step = self._begin(batch, self.engine.synchronize)
-            self._begin_passes(step)
-            for instruction in self.instructions:
+            self._carry_out_passes(step)
+            for instruction in self.instructions[-2:]:
                 match instruction.kind:
                     case "reduce":
-                        self.passes.end()
                         totals = step.totals
                         totals.own_loss = totals.sums[0].clone()
                         totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
@@ -93,24 +93,25 @@ class PipelineWorker(Worker):
                             self._meet()
                     case "step":
                         self._update(step)
-                    case _:
-                        self.passes.carry_out(instruction)
         assert step.norm is not None, "a schedule ends with a step"
         return StepResult(step.totals, step.norm, step.applied)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.micro_batches(self.micro_batches)
 
-    def _begin_passes(self, step: Step) -> None:
-        batches = step.micro_batches
+    def _loss_of(self, outputs: Tensor, i: int, step: Step) -> Tensor:
+        """What backward of a micro-batch begins with, on the rank that has the last part."""
+        batch = step.micro_batches[i]
+        with self.precision():
+            loss_sum, correct = self.measure(outputs, batch.targets)
+        if not batch.filler:
+            step.totals.sums += torch.stack((loss_sum.detach().double(), correct.double()))
+        step.counting.wait()
+        return self._weighted(loss_sum, batch, step.totals.counts[0])
 
-        def loss(outputs: Tensor, i: int) -> Tensor:
-            with self.precision():
-                loss_sum, correct = self.measure(outputs, batches[i].targets)
-            if not batches[i].filler:
-                step.totals.sums += torch.stack((loss_sum.detach().double(), correct.double()))
-            step.counting.wait()
-            return self._weighted(loss_sum, batches[i], step.totals.counts[0])
+    def _carry_out_passes(self, step: Step) -> None:
+        """Forwards and backwards of all micro-batches, and the messages between them."""
+        batches = step.micro_batches
 
         def around(instruction: Instruction) -> AbstractContextManager[Any]:
             stack = ExitStack()
@@ -121,7 +122,11 @@ class PipelineWorker(Worker):
             return stack
 
         shapes = tuple(tuple(b.inputs.shape) for b in batches)
+        loss = partial(self._loss_of, step=step)
         self.passes.begin(shapes, lambda i: batches[i].inputs, loss, around)
+        for instruction in self.instructions[:-2]:  # then come reduce and step
+            self.passes.carry_out(instruction)
+        self.passes.end()
 
     def _meet(self) -> None:
         """Gradients of tied weights over the stages, then all over the data axes. An engine that has cut gradients up
@@ -162,9 +167,6 @@ class PipelineWorker(Worker):
     def only_gradients(self, batch: Batch) -> Any:
         """As `step`, without reducing or stepping."""
         step = self._begin(batch, lambda _: self.engine.keep_own_gradients())
-        self._begin_passes(step)
-        for instruction in self.instructions[:-2]:
-            self.passes.carry_out(instruction)
-        self.passes.end()
+        self._carry_out_passes(step)
         step.totals.own_loss = step.totals.sums[0].clone()
         return step.totals

@@ -106,7 +106,7 @@ def expected_traffic(sizes: ModelSizes, parallel: Parallel, ranks: int, table: T
     return NOTHING if ranks == 1 else table[parallel.data].traffic(sizes, parallel, ranks)
 
 
-NATIVE_ENGINES = {"tp": ("single", "fsdp"), "pp": ("single",), "cp": ("fsdp",)}
+NATIVE_ENGINES = {"tp": ("single", "fsdp"), "pp": ("single",)}
 """Which engines PyTorch's own axes are combined with: those that know DTensors, or need not."""
 
 
