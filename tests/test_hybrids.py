@@ -10,6 +10,7 @@ from lockstep import UserError
 from lockstep.cli import main
 from lockstep.config import Parallel
 from lockstep.data import Batch
+from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout import Region
 from lockstep.layout.world import World
 from lockstep.parallel import context, parallel_products
@@ -63,6 +64,14 @@ def test_some_of_each_axis_equal_one_process() -> None:
 @pytest.mark.parametrize(("ranks", "names"), [(2, TWO), (4, FOUR), (8, EIGHT)])
 def test_all_of_them_equal_one_process(ranks: int, names: list[str]) -> None:
     assert not failures(ranks, names, 3, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_of_them_equal_one_process_on_gloo() -> None:
+    launch = Launch(nproc=2, device="cpu", backend="gloo")
+    verdicts = run_on_ranks(verify_some, TWO, 3, launch=launch, start_method="forkserver")[0]
+    assert not {v.strategy: v.failures for v in verdicts if not v.passed}
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def reduce_scatter_async(
     group = group_of(group)
     if group.size == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.view_as(output))
-    start = _starting(tensor, group, partial(reduce_scatter_single, output, tensor, op=op))
+    start = _starting(tensor, group, partial(reduce_scatter_single, output.view(-1), tensor.view(-1), op=op))
     return _issue("reduce_scatter", tensor, purpose, group, start)
 
 
