@@ -11,8 +11,11 @@
 There is no cost per message in it: many small messages are slower on a real network than this says.
 """
 
+from math import nan
+
 from lockstep.measure.timing import Timing
 from lockstep.strategies import STRATEGIES, strategy_named
+from lockstep.strategies.axes import model_degrees
 
 GBIT_PER_S = (1.0, 10.0, 25.0)
 BACKWARD_SHARE = 2 / 3
@@ -50,5 +53,8 @@ def predicted_shares(timing: Timing) -> dict[str, float]:
 
 
 def predicted_share(timing: Timing, gbit_per_s: float) -> float:
+    """Unknown where the model itself is cut: what a layer sends the next one waits for."""
+    if max(model_degrees(strategy_named(timing.strategy.partition("@")[0])).values()) > 1:
+        return nan
     exposed = predicted_exposed_ms(timing, gbit_per_s)
     return exposed / (timing.compute_ms + exposed) if exposed else 0.0

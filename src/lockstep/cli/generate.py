@@ -1,15 +1,26 @@
 """`lockstep generate`."""
 
+import os
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
 
 from lockstep.cli.arguments import parse
+from lockstep.data import build_data
 from lockstep.errors import UserError
-from lockstep.training.export import load_model
-from lockstep.training.generate import Engine, check_generates, generate, through_deepspeed
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.layout.world import World
+from lockstep.models import build_model
+from lockstep.parallel.tensor import tensor_parallel
+from lockstep.strategies.tensor import check_tensor
+from lockstep.training.export import config_of, load_model
+from lockstep.training.generate import Engine, check_generates, generate_batch, through_deepspeed
+from lockstep.words import counted
 
 
 @dataclass
@@ -21,12 +32,16 @@ class GenerateArguments:
 
     lockstep train configs/gpt_text.yaml --checkpoint.every 100 --run-dir runs/gpt
 
-    lockstep generate runs/gpt --prompt "def main" --tokens 200
+    lockstep generate runs/gpt --prompt "def main" "import " --tokens 200
+
+    lockstep generate runs/gpt --nproc 2
 
     lockstep generate runs/gpt --prompt "import " --engine deepspeed
     """
 
-    prompt: str = "def "
+    launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
+    prompt: tuple[str, ...] = ("def ",)
+    """One or several, which are continued together."""
     tokens: int = 200
     """How many to write. A token is a byte."""
     temperature: float = 0.0
@@ -35,10 +50,10 @@ class GenerateArguments:
     """Choose among the likeliest only."""
     seed: int = 0
     """Of the choices at a temperature above 0."""
+    cache: bool = True
+    """Keep keys and values, so that a token costs one token's work. Without: the whole text again, each time."""
     engine: Engine = "plain"
-    """plain PyTorch, or DeepSpeed's inference engine."""
-    device: str = "auto"
-    """auto: a GPU where there is one; cpu; cuda."""
+    """plain PyTorch (on several ranks: tensor parallel), or DeepSpeed's inference engine."""
 
 
 def main(argv: list[str]) -> int:
@@ -49,19 +64,45 @@ def main(argv: list[str]) -> int:
     for flag, value, least in (("tokens", arguments.tokens, 1), ("temperature", arguments.temperature, 0)):
         if value < least:
             raise UserError(f"--{flag} is {value:g}, but it must be {least} or more")
+    if arguments.top_k is not None and arguments.top_k < 1:
+        raise UserError(f"--top-k is {arguments.top_k}, but it must be 1 or more")
     if not Path(source).exists():
         raise UserError(f"{source} does not exist; give a run's folder, a checkpoint, or a .safetensors file")
-    if not arguments.prompt:
+    if not arguments.prompt or not all(arguments.prompt):
         raise UserError("--prompt is empty, but the model goes on from at least one byte")
+    ranks = arguments.launch.nproc or 1
+    if arguments.engine == "deepspeed" and ranks > 1:
+        raise UserError("--engine deepspeed writes on one rank; leave --nproc out, or use --engine plain")
+    if ranks > 1:
+        config = config_of(Path(source))
+        with torch.device("meta"):
+            check_tensor(build_model(config.model, build_data(config).spec), ranks, sequence=False)
+    texts, seconds = run_on_ranks(write, arguments, source, launch=arguments.launch)[0]
+    if os.environ.get("RANK", "0") == "0":
+        for text in texts:
+            sys.stdout.buffer.write(text + b"\n")
+        sys.stdout.flush()
+        written = arguments.tokens * len(texts)
+        how = f"{counted(ranks, 'rank')}, {'with' if arguments.cache else 'without'} a key/value cache"
+        print(f"{written:,} tokens in {seconds:.2f} s: {written / seconds:,.0f} tokens/s ({how})", file=sys.stderr)
+    return 0
+
+
+def write(world: World, arguments: GenerateArguments, source: str) -> tuple[list[bytes], float]:
+    """The texts, and how long it took to write them."""
     model, _, dataset = load_model(Path(source))
     check_generates(model)
     if dataset.spec.classes < 256:
         raise UserError(f"{source} was trained on tokens that are no text (data.name {dataset.name})")
-    device = "cuda" if arguments.device != "cpu" and torch.cuda.is_available() else "cpu"
-    model = model.to(device).eval()
+    model = model.to(world.device).eval()
     if arguments.engine == "deepspeed":
         model = through_deepspeed(model)
-    prompt = torch.tensor(list(arguments.prompt.encode()), dtype=torch.long)
-    text = generate(model, prompt, arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
-    sys.stdout.buffer.write(bytes(text.tolist()) + b"\n")
-    return 0
+    elif world.size > 1:
+        tensor_parallel(model)
+    prompts = [torch.tensor(list(prompt.encode()), dtype=torch.long) for prompt in arguments.prompt]
+    start = time.perf_counter()
+    texts = generate_batch(
+        *(model, prompts, arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed, arguments.cache)
+    )
+    written = [bytes(text.tolist()) for text in texts]
+    return written, time.perf_counter() - start

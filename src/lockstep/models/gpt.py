@@ -79,7 +79,9 @@ class Rotation:
     @classmethod
     def of(cls, positions: Tensor, head_size: int, dtype: torch.dtype) -> "Rotation":
         exponent = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64) / head_size
-        angle = positions.to(torch.float64)[:, None] * 10_000.0**-exponent
+        angle = positions.to(torch.float64)[..., None] * 10_000.0**-exponent
+        if positions.dim() == 2:  # of each sequence its own: the same for all heads
+            angle = angle.unsqueeze(1)
         wide = torch.promote_types(dtype, torch.float32)
         return cls(angle.cos().to(wide), angle.sin().to(wide))
 

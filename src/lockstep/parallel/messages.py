@@ -1,8 +1,9 @@
 """What goes from one rank of a pipeline to another: activations forward, gradients backward.
 
 Both sides know the schedule, so both know which messages will pass between them, and in which order the sender sends
-them. The receiver asks for them in that order, one message ahead: while it computes with one, the next is in flight. It
-need not be the order in which it uses them. A send returns at once; its tensor is kept until it has gone.
+them. The receiver asks for them in that order, one message ahead: while it computes with one, the next is in flight (in
+shared memory it is there already). It need not be the order in which it uses them. A send returns at once; its tensor
+is kept until it has gone.
 
 What flows in one direction between two ranks has a group of its own on GPUs: NCCL works through the messages of a pair
 one after the other, and a receive that waits would hold up a send that the other side is waiting for.
@@ -93,12 +94,15 @@ class Inbox:
     def __init__(self, sender: int, expected: list[Message], group: Group, device: torch.device) -> None:
         self.sender, self.expected, self.group, self.device = sender, expected, group, device
         self._next = 0  # to be asked for
+        # In shared memory a message lies where the receiver can reach it: to fetch it beside a computation would only
+        # take the core from that, and cost the one who waits a second waking.
+        self._ahead = "shm" not in group.backend
         self._asked: dict[Message, Receiving] = {}
 
     def begin(self, known: dict[Message, Kinds] | None) -> None:
         """A new step. `known`: what each message is; None: headers tell."""
         self._next, self._known = 0, known
-        if known is not None:
+        if known is not None and self._ahead:
             self._ask()
 
     def take(self, message: Message) -> tuple[list[Tensor], Kinds]:
@@ -108,7 +112,7 @@ class Inbox:
         receiving = self._asked.pop(message)
         for pending in receiving.pending:
             pending.wait()
-        if self._known is not None:
+        if self._known is not None and self._ahead:
             self._ask()
         return receiving.tensors, receiving.kinds
 

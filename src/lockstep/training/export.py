@@ -29,12 +29,17 @@ def find_checkpoint(source: Path) -> Path:
     return found
 
 
+def config_of(source: Path) -> Config:
+    """Of the run that a folder, a checkpoint or an exported file belongs to."""
+    run = source.parent if source.suffix == ".safetensors" else find_checkpoint(source).parent.parent
+    return load_config(run / "config.yaml")
+
+
 def load_model(source: Path) -> tuple[nn.Module, Config, DataSet]:
     """The trained model of a run, a checkpoint or an exported file, adapters merged; with its config and data."""
     file = source if source.suffix == ".safetensors" else None
     checkpoint = None if file is not None else find_checkpoint(source)
-    run = source.parent if file is not None else (checkpoint or source).parent.parent
-    config = load_config(run / "config.yaml")
+    config = config_of(source)
     config.train.recompute = "none"
     dataset = build_data(config)
     if file is not None:
