@@ -158,6 +158,8 @@ def check_vocabulary(world: World) -> None:
         assert part.grad is not None
         assert whole.grad is not None
         assert torch.allclose(part.grad, whole.grad[..., world.rank * size : (world.rank + 1) * size], atol=1e-12)
+    with pytest.raises(IndexError, match="target 9 is not in the vocabulary of 1"):
+        vocab_parallel_cross_entropy(part.detach(), torch.full_like(targets, 9), None)
 
 
 def test_cross_entropy_of_a_cut_vocabulary() -> None:

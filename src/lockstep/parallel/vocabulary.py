@@ -35,6 +35,9 @@ def vocab_parallel_cross_entropy(
     if start is None:
         widths = all_gather_objects(logits_part.shape[-1], group)
         start = sum(widths[: group.rank])
+        outside = (targets != IGNORED) & ((targets < 0) | (targets >= sum(widths)))
+        if not targets.is_cuda and outside.any():
+            raise IndexError(f"target {int(targets[outside][0])} is not in the vocabulary of {sum(widths)}")
     loss, _ = cross_entropy_of_parts(logits_part, targets, group, start)
     return loss
 
