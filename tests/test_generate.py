@@ -49,6 +49,24 @@ def test_a_batch_writes_what_each_would(cache: bool, temperature: float) -> None
         assert torch.equal(generate(model, prompt, 20, temperature, top_k=5, seed=row, cache=cache), text)
 
 
+def test_what_was_never_written_is_never_read() -> None:
+    """Deterministic mode fills new memory with NaN, and a masked NaN would still spoil a sum."""
+    model, expected = network("gpt"), [generate(network("gpt"), p, 12, cache=False) for p in PROMPTS]
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = generate_batch(model, PROMPTS, 12)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_any_temperature_gives_tokens() -> None:
+    model = network("gpt")
+    greedy = generate(model, PROMPTS[0], 5)
+    assert torch.equal(generate(model, PROMPTS[0], 5, temperature=1e-40, top_k=3), greedy)
+    assert generate_batch(model, PROMPTS[:1], 30, temperature=1e6, vocabulary=128)[0].max() < 128
+
+
 def test_a_token_costs_one_tokens_work() -> None:
     model, seen = network("gpt"), []
     model.get_submodule("blocks.0").register_forward_hook(
@@ -101,6 +119,8 @@ def test_the_command(run: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> No
         (["--prompt", ""], "--prompt is empty"),
         (["--tokens", "0"], "--tokens is 0, but it must be 1 or more"),
         (["--top-k", "0"], "--top-k is 0, but it must be 1 or more"),
+        (["--temperature", "nan"], "--temperature is nan, but it must be 0 or more"),
+        (["--seed", "99999999999999999999"], "--seed is 99999999999999999999, but it must be from 0 to"),
         (["--nproc", "2", "--engine", "deepspeed"], "--engine deepspeed writes on one rank"),
         (["--nproc", "3"], "parallel.tp 3 does not divide model.heads, 2; degrees that do: 1, 2"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.cli import main
+from lockstep.errors import UserError
 from lockstep.report import gather, write_report
 from lockstep.report.page import decimals, readable
 from lockstep.report.sections import section
@@ -170,6 +171,35 @@ def test_each_model_has_its_own_axis() -> None:
     rows = [{**row, "parameters": size} for size in (1000, 9_000_000) for row in bench_rows()]
     titles = [chart.title for chart in section(record("bench train", {"rows": rows})).charts]
     assert titles[:2] == ["Step time, 1,000 parameters", "Step time, 9,000,000 parameters"]
+
+
+STRANGE: list[tuple[str, dict[str, Any]]] = [  # kind, result: each is drawn, with what it has not left out
+    ("bench comm", {"rows": []}),
+    ("profile", {"diagnoses": [{"shares": {}, "step_ms": 1.0}], "timelines": [], "words": []}),
+    ("demo", {"rows": bench_rows(), "losses": {"a": [1.0, None], "b": [1.0, None], "c": [None, 1.0]}}),
+    ("bench train", {"rows": [{**row, "parameters": size} for row, size in zip(bench_rows(), (None, 5), strict=True)]}),
+    ("bench train", {"rows": [{**row, "label": "var(--nothing) \ud800"} for row in bench_rows()]}),
+]
+SPOILED: list[tuple[str, dict[str, Any]]] = [  # each is one line that names it
+    ("bench train", {"rows": [{**bench_rows()[0], "step_ms": 10**400}]}),
+    ("bench train", {"rows": [{**bench_rows()[0], "parameters": "x"}, {**bench_rows()[1], "parameters": 1}]}),
+    ("bench train", {"rows": bench_rows(), "sentences": [1]}),
+    ("bench scaling", {"points": [{"mode": "strong", "ranks": 0, "speedup": 1, "efficiency": 1}], "serial": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "result"), STRANGE)
+def test_strange_results_are_drawn(kind: str, result: dict[str, Any], tmp_path: Path) -> None:
+    assert write_report([record(kind, result)], tmp_path / "report.html")
+    made = section(record(kind, result))
+    if made.charts:
+        draw(made.charts, tmp_path / "x.svg")
+
+
+@pytest.mark.parametrize(("kind", "result"), SPOILED)
+def test_spoiled_results_are_named(kind: str, result: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"of {kind} is not whole"):
+        write_report([record(kind, result)], tmp_path / "report.html")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -62,8 +63,10 @@ def main(argv: list[str]) -> int:
     if source is None:
         raise UserError("lockstep generate needs a run: lockstep generate runs/NAME")
     for flag, value, least in (("tokens", arguments.tokens, 1), ("temperature", arguments.temperature, 0)):
-        if value < least:
+        if not least <= value < inf:
             raise UserError(f"--{flag} is {value:g}, but it must be {least} or more")
+    if not 0 <= arguments.seed < 2**63:
+        raise UserError(f"--seed is {arguments.seed}, but it must be from 0 to {2**63 - 1}")
     if arguments.top_k is not None and arguments.top_k < 1:
         raise UserError(f"--top-k is {arguments.top_k}, but it must be 1 or more")
     if not Path(source).exists():
@@ -77,7 +80,7 @@ def main(argv: list[str]) -> int:
         config = config_of(Path(source))
         with torch.device("meta"):
             check_tensor(build_model(config.model, build_data(config).spec), ranks, sequence=False)
-    texts, seconds = run_on_ranks(write, arguments, source, launch=arguments.launch)[0]
+    texts, seconds, ranks = run_on_ranks(write, arguments, source, launch=arguments.launch)[0]
     if os.environ.get("RANK", "0") == "0":
         for text in texts:
             sys.stdout.buffer.write(text + b"\n")
@@ -88,21 +91,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def write(world: World, arguments: GenerateArguments, source: str) -> tuple[list[bytes], float]:
-    """The texts, and how long it took to write them."""
+def write(world: World, arguments: GenerateArguments, source: str) -> tuple[list[bytes], float, int]:
+    """The texts, how long it took to write them, and how many ranks did."""
     model, _, dataset = load_model(Path(source))
     check_generates(model)
     if dataset.spec.classes < 256:
         raise UserError(f"{source} was trained on tokens that are no text (data.name {dataset.name})")
     model = model.to(world.device).eval()
     if arguments.engine == "deepspeed":
+        if world.size > 1:  # under torchrun or srun
+            raise UserError(f"--engine deepspeed writes on one rank, and {world.size} have been started")
         model = through_deepspeed(model)
     elif world.size > 1:
+        check_tensor(model, world.size, sequence=False)  # under torchrun or srun nobody has
         tensor_parallel(model)
-    prompts = [torch.tensor(list(prompt.encode()), dtype=torch.long) for prompt in arguments.prompt]
+    prompts = [torch.tensor(list(os.fsencode(prompt)), dtype=torch.long) for prompt in arguments.prompt]
     start = time.perf_counter()
     texts = generate_batch(
-        *(model, prompts, arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed, arguments.cache)
+        *(model, prompts, arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed, arguments.cache),
+        vocabulary=256,
     )
     written = [bytes(text.tolist()) for text in texts]
-    return written, time.perf_counter() - start
+    return written, time.perf_counter() - start, world.size

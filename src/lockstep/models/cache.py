@@ -47,7 +47,8 @@ class KeyValueCache:
         """(batch, heads, tokens, head_size) each."""
         if part not in self._kept:
             room = (self.rows, k.shape[1], self.model.shape.context, k.shape[3])
-            self._kept[part] = (k.new_empty(room), v.new_empty(room))
+            # Zeros: what a shorter text has not written yet is masked, but 0 x NaN would be NaN.
+            self._kept[part] = (k.new_zeros(room), v.new_zeros(room))
             for kept, new in zip(self._kept[part], (k, v), strict=True):
                 kept[:, :, : k.shape[2]] = new
             return part.causal_attention(q, k, v)

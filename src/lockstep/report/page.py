@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.report.sections import Section, Table, loss_overlay, section
+from lockstep.report.sections import SPOILED, Section, Table, loss_overlay, section, spoiled
 from lockstep.results.chart import Chart, library, on_a_page
 from lockstep.results.palette import style_sheet
 from lockstep.results.record import Record, plain
@@ -33,7 +33,7 @@ def write_report(records: list[Record], file: Path, title: str = "Lockstep repor
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(exist_ok=True)
-        file.write_text(render(sections, title, folder.name), encoding="utf-8")
+        file.write_text(render(sections, title, folder.name), encoding="utf-8", errors="replace")
         return [file, *write_data(sections, folder)]
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}); choose another place") from None
@@ -44,7 +44,7 @@ def write_data(sections: list[Section], folder: Path) -> list[Path]:
     for number, made in enumerate(sections, 1):
         for table in made.tables:
             path = folder / csv_name(number, made, table)
-            with path.open("w", newline="", encoding="utf-8") as out:
+            with path.open("w", newline="", encoding="utf-8", errors="replace") as out:
                 writer = csv.writer(out)
                 writer.writerow(heading for _, heading in table.columns)
                 writer.writerows([row.get(key, "") for key, _ in table.columns] for row in table.rows)
@@ -70,7 +70,11 @@ def render(sections: list[Section], title: str, folder: str) -> str:
     overlay = loss_overlay(sections)
     if overlay is not None:
         body.append(f'<section><h2>Losses</h2><div class="charts">{_chart(overlay, charts)}</div></section>')
-    body += [_section(number, made, charts, folder) for number, made in enumerate(sections, 1)]
+    for number, made in enumerate(sections, 1):
+        try:
+            body.append(_section(number, made, charts, folder))
+        except SPOILED as error:
+            raise spoiled(made, error) from None
     data = json.dumps(plain(charts), separators=(",", ":")).replace("<", "\\u003c")
     page = (asset / "page.html").read_text(encoding="utf-8")
     parts = {

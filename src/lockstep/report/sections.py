@@ -39,9 +39,17 @@ def section(record: Record) -> Section:
     made = Section(record.kind, record.title or record.kind, record)
     try:
         FILLERS.get(record.kind, _anything)(made, record.result)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(f"the result {made.title!r} of {record.kind} is not whole ({error!r}); run it again") from None
+    except SPOILED as error:
+        raise spoiled(made, error) from None
     return made
+
+
+SPOILED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+"""What a record gives that is not as we write them."""
+
+
+def spoiled(made: Section, error: Exception) -> UserError:
+    return UserError(f"the result {made.title!r} of {made.kind} is not whole ({error!r}); run it again")
 
 
 # ---- bench train and demo ------------------------------------------------------------------------------------------
@@ -117,8 +125,10 @@ def _bench_train(made: Section, result: dict[str, Any]) -> None:
     rate = "tokens_per_s" if any(row.get("tokens_per_s") for row in rows) else "samples_per_s"
     if made.pictured == 1:
         made.charts.append(bars("Throughput", rate.replace("_per_s", "/s"), labels, [(rate[:-6], _column(rows, rate))]))
-    memory = [(heading.partition(",")[0], _column(rows, key)) for key, heading in MEMORY_COLUMNS[1:-1]]
-    made.charts.append(bars("Memory", "MiB on one rank", labels, memory))
+    for model, mine in _by_model(rows).items():
+        names, some = [labels[i] for i in mine], [rows[i] for i in mine]
+        memory = [(heading.partition(",")[0], _column(some, key)) for key, heading in MEMORY_COLUMNS[1:-1]]
+        made.charts.append(bars(f"Memory{f', {model}' if model else ''}", "MiB on one rank", names, memory))
     _losses(made, result)
     choices = [
         {"label": label, "ranks": row["timelines"]}
@@ -136,7 +146,7 @@ def _by_model(rows: Rows) -> dict[str, list[int]]:
         return {"": list(range(len(rows)))}
     found: dict[str, list[int]] = {}
     for number, size in enumerate(sizes):
-        found.setdefault(f"{size:,} parameters", []).append(number)
+        found.setdefault("" if size is None else f"{size:,} parameters", []).append(number)
     return found
 
 
@@ -145,7 +155,7 @@ EQUAL_LOSSES = 1e-7
 
 
 def _losses(made: Section, result: dict[str, Any]) -> None:
-    groups: list[tuple[list[str], list[float]]] = []
+    groups: list[tuple[list[str], list[float | None]]] = []
     for name, losses in result.get("losses", {}).items():
         like = next((names for names, others in groups if _same(losses, others)), None)
         if like is None:
@@ -157,9 +167,12 @@ def _losses(made: Section, result: dict[str, Any]) -> None:
         made.charts.append(lines("Loss", "step", "mean loss over the global batch", curves))
 
 
-def _same(losses: list[float], others: list[float]) -> bool:
-    pairs = list(zip(losses, others, strict=False))
-    return len(losses) == len(others) and all(abs(a - b) <= EQUAL_LOSSES * max(abs(a), abs(b)) for a, b in pairs)
+def _same(losses: list[float | None], others: list[float | None]) -> bool:
+    """None: it was not finite."""
+    if len(losses) != len(others):
+        return False
+    pairs = zip(losses, others, strict=True)
+    return all(a is b if a is None or b is None else abs(a - b) <= EQUAL_LOSSES * max(abs(a), abs(b)) for a, b in pairs)
 
 
 def _together(names: list[str]) -> str:
@@ -225,7 +238,7 @@ def _bench_scaling(made: Section, result: dict[str, Any]) -> None:
         mine = [row for row in rows if row["mode"] == mode]
         ranks = _column(mine, "ranks")
         speedups.append(Curve(mode, ranks, _column(mine, "speedup")))
-        efficiencies.append(Curve(mode, ranks, [100 * row["efficiency"] for row in mine]))
+        efficiencies.append(Curve(mode, ranks, [None if (e := row["efficiency"]) is None else 100 * e for row in mine]))
     if (serial := result.get("serial")) is not None:
         law = [1 / (serial + (1 - serial) / n) for n in sizes]
         speedups.append(Curve(f"Amdahl, {serial:.1%} serial", sizes, law, dashed=True))
@@ -263,7 +276,7 @@ def _train(made: Section, result: dict[str, Any]) -> None:
         parts = [
             key for key in ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms") if key in steps[0]
         ]
-        means = [(p.removesuffix("_ms"), [sum(row[p] for row in steps) / len(steps)]) for p in parts]
+        means = [(p.removesuffix("_ms"), [sum(row[p] or 0.0 for row in steps) / len(steps)]) for p in parts]
         made.charts.append(bars("Where the time of a step goes", "ms, mean", [made.title], means))
     if tests:
         columns = [("epoch", "epoch"), ("step", "step"), ("loss", "test loss"), ("accuracy", "test accuracy")]
@@ -306,8 +319,10 @@ def loss_overlay(sections: list[Section]) -> Chart | None:
     """The losses of several training runs on one chart, where they must lie on each other if the runs are the same."""
     curves = []
     for made in sections:
+        if made.kind != "train":
+            continue
         steps = [r for r in made.record.result.get("metrics", []) if r.get("kind") == "train"]
-        if made.kind == "train" and steps:
+        if steps:
             curves.append(Curve(made.title, _column(steps, "step"), _column(steps, "loss")))
     return lines("Loss of all runs", "step", "mean loss", curves) if len(curves) > 1 else None
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def lines(
 ) -> Chart:
     """`log`: both axes. `sizes`: x is in bytes."""
     values = [
-        {"curve": curve.name, "x": x, "y": y, "upper": upper}
+        {"curve": curve.name, "x": x, "y": y, "upper": upper if drawable(upper, log) else y}
         for curve in curves
         for x, y, upper in zip(curve.x, curve.y, curve.upper or curve.y, strict=True)
         if drawable(x, log) and drawable(y, log)
@@ -225,7 +224,7 @@ def spans_of(rank: dict[str, Any]) -> list[dict[str, Any]]:
     found = [
         bar(f"{name} compute", p["start"], p["end"], p["name"], p["name"])
         for p in rank["phases"]
-        if p["end"] is not None
+        if None not in (p["start"], p["end"])
     ]
     flights = [c for c in rank["collectives"] if c["issued"] is not None and c["over"] is not None]
     for c in rank["collectives"]:
@@ -265,11 +264,11 @@ def described(collective: dict[str, Any]) -> str:
 
 def legend_of(names: list[str]) -> Spec:
     """Below the chart, in as many columns as a narrow page has room for."""
-    return {"columns": max(1, 40 // (max(map(len, names)) + 4))}
+    return {"columns": max(1, 40 // (max(map(len, names), default=0) + 4))}
 
 
 def drawable(value: Any, log: bool = False) -> bool:
-    return isinstance(value, int | float) and isfinite(value) and (not log or value > 0)
+    return isinstance(value, int | float) and abs(value) < 1e300 and (not log or value > 0)  # NaN is not either
 
 
 # ---- where charts are drawn ----------------------------------------------------------------------------------------
@@ -320,7 +319,8 @@ def draw(charts: list[Chart], file: Path, width: int = 620) -> None:
 
     below = [untouched(chart.spec) | {"title": chart.title, "width": width} for chart in charts]
     spec = {"vconcat": below, "resolve": {"scale": {"color": "independent", "strokeDash": "independent"}}}
-    text = in_light(json.dumps({**spec, "config": {**CONFIG, "background": "var(--paper)"}}))
+    said = json.dumps({**spec, "config": {**CONFIG, "background": "var(--paper)"}}, ensure_ascii=False)
+    text = in_light(said.encode("utf-8", "replace").decode())  # half characters are no text
     match file.suffix:
         case ".svg":
             file.write_text(vl_convert.vegalite_to_svg(text), encoding="utf-8")

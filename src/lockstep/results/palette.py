@@ -71,7 +71,7 @@ def style_sheet() -> str:
 
 def in_light(text: str) -> str:
     """Every role by its light colour."""
-    return re.sub(r"var\(--(\w+)\)", lambda found: PALETTE[found[1]][0], text)
+    return re.sub(r"var\(--(\w+)\)", lambda found: PALETTE.get(found[1], (found[0],))[0], text)
 
 
 def contrast(one: str, other: str) -> float:

@@ -34,7 +34,7 @@ def with_axes(parallel: Parallel, words: list[str], name: str) -> Parallel:
         chosen: dict[str, Any] = {axis: int(degree)}
         for option in options:
             if option == NATIVE and axis in NATIVE_AXES:
-                chosen["native"] = (*parallel.native, axis)
+                chosen["native"] = tuple(dict.fromkeys((*parallel.native, axis)))
                 continue
             if option not in OPTIONS[axis]:
                 raise UserError(f"strategy {name!r} has {option!r} after {axis}; there are {allowed()}")

@@ -24,7 +24,7 @@ def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:
     if parallel.pp == 1:
         return
     if "pp" in parallel.native:
-        check_native_pipeline(parallel)
+        check_native_pipeline(parallel, micro_batches_of(parallel, accumulation))
     check_schedule(parallel.schedule, parallel.pp, micro_batches_of(parallel, accumulation), parallel.chunks)
     layers, parts = len(layers_of(model)), placement_for(parallel).parts
     if layers < parts:

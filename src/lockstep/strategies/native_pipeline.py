@@ -28,9 +28,14 @@ OF_SEVERAL = ("interleaved", "zb-h1", "zb-v")
 """Classes that take a list of stages."""
 
 
-def check_native_pipeline(parallel: Parallel) -> None:
+def check_native_pipeline(parallel: Parallel, micro_batches: int) -> None:
     if parallel.schedule not in SCHEDULES:
         raise UserError(f"pp=...:native has no {parallel.schedule}; torch's schedules are {', '.join(SCHEDULES)}")
+    if micro_batches < parallel.pp and parallel.schedule != "gpipe":
+        raise UserError(
+            f"pp={parallel.pp}:{parallel.schedule}:native needs as many micro-batches as stages, and there are "
+            f"{micro_batches}; give --parallel.micro-batches {parallel.pp} or more, or leave native out"
+        )
 
 
 class Part(nn.Module):

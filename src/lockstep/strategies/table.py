@@ -122,7 +122,9 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
             who = ", ".join(name for name, other in STRATEGIES.items() if axis in other.model_axes)
             raise UserError(f"parallel.{axis} {degree} does not go with parallel.data {data}; use {who}")
     for axis in parallel.native:
-        if data not in NATIVE_ENGINES[axis] and getattr(parallel, axis) > 1:
+        if getattr(parallel, axis) == 1:
+            raise UserError(f"parallel.native {axis} says how parallel.{axis} is cut, and that is 1; leave one out")
+        if data not in NATIVE_ENGINES[axis]:
             who = " or ".join(NATIVE_ENGINES[axis])
             raise UserError(
                 f"{axis}={getattr(parallel, axis)}:native goes with parallel.data {who}, and this is {data}"

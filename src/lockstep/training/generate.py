@@ -38,8 +38,12 @@ def generate_batch(
     top_k: int | None = None,
     seed: int = 0,
     cache: bool = True,
+    vocabulary: int | None = None,
 ) -> list[Tensor]:
-    """As `generate`, for several prompts at once, of any lengths. `cache`: keep keys and values (`models/cache.py`)."""
+    """As `generate`, for several prompts at once, of any lengths. `cache`: keep keys and values (`models/cache.py`).
+
+    `vocabulary`: choose among the first so many tokens only, where a model has room for more than its data.
+    """
     plain: Any = getattr(model, "module", model)
     context = int(plain.shape.context)
     device = next(model.parameters()).device
@@ -58,7 +62,7 @@ def generate_batch(
             else:
                 kept.at([len(text) - 1 for text in texts], device)
                 logits = model(torch.stack([text[-1:] for text in texts]))[:, -1]
-            chosen = choose(logits.float(), temperature, top_k, generators)
+            chosen = choose(logits[:, :vocabulary].float(), temperature, top_k, generators)
             texts = [torch.cat((text, token)) for text, token in zip(texts, chosen.split(1), strict=True)]
     finally:
         if kept is not None:
@@ -80,10 +84,11 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generators: li
     """The next token of each text. Each draws numbers of its own: what is beside it in the batch changes nothing."""
     if temperature == 0:
         return logits.argmax(-1)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, however small the temperature
     if top_k is not None:
         worst = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < worst, float("-inf"))
-    chances = (logits / temperature).softmax(-1)
+        scaled = scaled.masked_fill(logits < worst, float("-inf"))
+    chances = scaled.softmax(-1)
     return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generators, strict=True)])
 
 
