@@ -71,7 +71,7 @@ def session(world: World, loads: list[tuple[str, str, str]], saves: list[str], b
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_layout_loads_every_other(tmp_path: Path) -> None:
     """1, 2 and 3 ranks; the slow tier has every strategy with every other."""
     engines = ["deepspeed"] if "deepspeed" in available_strategies() else []
@@ -115,7 +115,7 @@ def deepspeed_in_fp16(world: World, folder: Path) -> None:
     assert all(torch.equal(before[name], after[name]) and before[name].any() for name in moments)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.skipif("deepspeed" not in available_strategies(), reason="DeepSpeed is not installed")
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="DeepSpeed knows no fp16 on this CPU")
 def test_deepspeed_resumes_in_fp16(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_torchruns_ranks_are_adopted_on_two_nodes(script: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
     torchrun += ["--master_addr=127.0.0.1", f"--master_port={port}"]
     nodes = [start([*torchrun, f"--node_rank={n}", script]) for n in range(2)]
-    output = "".join(node.communicate(timeout=90)[0] for node in nodes)
+    output = "".join(node.communicate(timeout=250)[0] for node in nodes)
     assert all(node.returncode == 0 for node in nodes), output
     for rank in range(4):
         assert f"rank {rank} of 4, local {rank % 2}: 6" in output
@@ -179,7 +179,7 @@ def test_sruns_ranks_are_adopted(script: str) -> None:
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "localhost"}
     slurm["MASTER_PORT"] = str(free_port())
     tasks = [start([sys.executable, script], **slurm, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
-    output = "".join(task.communicate(timeout=90)[0] for task in tasks)
+    output = "".join(task.communicate(timeout=250)[0] for task in tasks)
     assert "rank 0 of 2, local 0: 1" in output
     assert "rank 1 of 2, local 1: 1" in output
 
@@ -199,7 +199,7 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 def test_a_missing_rank_is_an_error_in_bounded_time(script: str) -> None:
     process = start([sys.executable, script, "3"], **rank_environment(0, 2, free_port()))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode == 1
     assert "not all of WORLD_SIZE=2 ranks joined" in output
     assert "Traceback" not in output
@@ -210,13 +210,13 @@ def test_a_taken_port_is_named(script: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        output, _ = start([sys.executable, script, "3"], **rank_environment(0, 2, port)).communicate(timeout=60)
+        output, _ = start([sys.executable, script, "3"], **rank_environment(0, 2, port)).communicate(timeout=250)
     assert f"port {port} is taken" in output
     assert "Traceback" not in output
 
 
 def test_a_wrong_world_size_is_named(script: str) -> None:
-    output, _ = start([sys.executable, script], **rank_environment(2, 2, free_port())).communicate(timeout=60)
+    output, _ = start([sys.executable, script], **rank_environment(2, 2, free_port())).communicate(timeout=250)
     assert "RANK is 2 and WORLD_SIZE is 2, but ranks go from 0 to WORLD_SIZE - 1" in output
 
 
@@ -339,7 +339,7 @@ def test_the_cause_comes_first(tmp_path: Path, backend: str) -> None:
     """Of four ranks one is killed: its end is the first line, and the survivors' tracebacks are not there at all."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    ended = subprocess.run([sys.executable, str(script), backend], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, str(script), backend], capture_output=True, text=True, timeout=250)
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert last == "lockstep.errors.RankError: rank 1 failed first (exit code -9): it was ended by SIGKILL"
