@@ -215,7 +215,7 @@ def start_training(folder: Path) -> "subprocess.Popen[str]":
 
 
 def wait_for_checkpoint(folder: Path, after: str) -> str:
-    latest, deadline = folder / "checkpoints" / LATEST, time.monotonic() + 60
+    latest, deadline = folder / "checkpoints" / LATEST, time.monotonic() + 200
     while time.monotonic() < deadline:
         if latest.exists() and (name := latest.read_text().strip()) > after:
             return name

@@ -242,7 +242,7 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals, 
     command = [sys.executable, "-m", "lockstep", "train", "--nproc", "2", "--device", "cpu"]
     command += ["--train.epochs", "100000", "--run-dir", str(tmp_path / "run")]
     process = start(command)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -269,7 +269,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     command += ["--data.name", "synthetic", "--data.kind", "regression", "--data.shape", "2048", "--data.classes", "8"]
     command += ["--model.width", "2048", "--train.batch-size", "40000", "--data.samples", "40000"]
     process = start([*command, "--train.lr", "1e-6", "--run-dir", str(tmp_path / "run")])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1)
@@ -287,7 +287,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 def test_ctrl_c_while_ranks_import(tmp_path: Path) -> None:
     """Python's own answer would be a traceback from the midst of the imports, of every rank."""
     process = start([sys.executable, "-m", "lockstep", "demo", "--device", "cpu", "--run-dir", str(tmp_path)])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     ranks: list[psutil.Process] = []
     while len(ranks) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
