@@ -91,7 +91,7 @@ def test_memory_falls_with_the_ranks_and_keys_go_round_once_each_way() -> None:
     assert four[0] == pytest.approx(one[0] / 4, rel=0.05)
     part = 2 * 2 * 4 * 16 * 8 * 8  # keys and values: batch x heads x positions x dim in fp64
     assert four[1] == 3
-    assert four[2] == [("send", "cp", part)] * (3 + 3 + 4)
+    assert four[2] == [("send", "cp", part)] * (3 + 3 + 3)
 
 
 def test_a_block_by_hand_is_the_kernels() -> None:

@@ -18,9 +18,10 @@ from lockstep.models.lora import add_lora, merge_lora
 from lockstep.models.loss import loss_for
 from lockstep.parallel.recompute import recompute
 from lockstep.strategies import Options, available_strategies
+from lockstep.strategies.deepspeed_inference import through_deepspeed
 from lockstep.strategies.deepspeed_settings import deepspeed_settings, zero_settings
 from lockstep.training.export import export_weights, load_model
-from lockstep.training.generate import generate, through_deepspeed
+from lockstep.training.generate import generate
 from lockstep.training.loop import train
 from lockstep.verify import Request, Verdict, verify
 from tests.ranks import on_ranks

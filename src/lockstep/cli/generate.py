@@ -18,9 +18,10 @@ from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.parallel.tensor import tensor_parallel
+from lockstep.strategies.deepspeed_inference import check_shares_no_heads, through_deepspeed
 from lockstep.strategies.tensor import check_tensor
 from lockstep.training.export import config_of, load_model
-from lockstep.training.generate import Engine, check_generates, generate_batch, through_deepspeed
+from lockstep.training.generate import Engine, check_generates, generate_batch
 from lockstep.words import counted
 
 
@@ -54,7 +55,7 @@ class GenerateArguments:
     cache: bool = True
     """Keep keys and values, so that a token costs one token's work. Without: the whole text again, each time."""
     engine: Engine = "plain"
-    """plain PyTorch (on several ranks: tensor parallel), or DeepSpeed's inference engine."""
+    """plain PyTorch, or DeepSpeed's inference engine; both are tensor parallel on several ranks."""
 
 
 def main(argv: list[str]) -> int:
@@ -74,12 +75,13 @@ def main(argv: list[str]) -> int:
     if not arguments.prompt or not all(arguments.prompt):
         raise UserError("--prompt is empty, but the model goes on from at least one byte")
     ranks = arguments.launch.nproc or 1
-    if arguments.engine == "deepspeed" and ranks > 1:
-        raise UserError("--engine deepspeed writes on one rank; leave --nproc out, or use --engine plain")
     if ranks > 1:
         config = config_of(Path(source))
         with torch.device("meta"):
-            check_tensor(build_model(config.model, build_data(config).spec), ranks, sequence=False)
+            model = build_model(config.model, build_data(config).spec)
+        check_tensor(model, ranks, sequence=False)
+        if arguments.engine == "deepspeed":
+            check_shares_no_heads(model, ranks)
     texts, seconds, ranks = run_on_ranks(write, arguments, source, launch=arguments.launch)[0]
     if os.environ.get("RANK", "0") == "0":
         for text in texts:
@@ -98,12 +100,10 @@ def write(world: World, arguments: GenerateArguments, source: str) -> tuple[list
     if dataset.spec.classes < 256:
         raise UserError(f"{source} was trained on tokens that are no text (data.name {dataset.name})")
     model = model.to(world.device).eval()
+    check_tensor(model, world.size, sequence=False)  # under torchrun or srun nobody has
     if arguments.engine == "deepspeed":
-        if world.size > 1:  # under torchrun or srun
-            raise UserError(f"--engine deepspeed writes on one rank, and {world.size} have been started")
         model = through_deepspeed(model)
     elif world.size > 1:
-        check_tensor(model, world.size, sequence=False)  # under torchrun or srun nobody has
         tensor_parallel(model)
     prompts = [torch.tensor(list(os.fsencode(prompt)), dtype=torch.long) for prompt in arguments.prompt]
     start = time.perf_counter()

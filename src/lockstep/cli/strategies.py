@@ -19,7 +19,7 @@ DEFAULT = GPT(size="small", context=1024, vocabulary=50304)
 AXES = {
     "bucketed,tp=2": ("every matrix, by rows or columns", "8 A(n-1)/n per block"),
     "bucketed,tp=2:sequence": ("and activations, by positions", "8 A(n-1)/n per block"),
-    "bucketed,cp=2": ("sequences; keys and values go round", "(3n-2) KV per block"),
+    "bucketed,cp=2": ("sequences; keys and values go round", "3(n-1) KV per block"),
     "bucketed,cp=2:ulysses": ("sequences; positions for heads", "2 (2 Q + KV)(n-1)/n per block"),
     "bucketed,pp=2:1f1b": ("layers; stages work beside each other", "A to each neighbour"),
     "bucketed,pp=2:zb-h1": ("layers; weights' gradients fill gaps", "A to each neighbour"),

@@ -186,8 +186,9 @@ class Parallel:
     """Tensor parallel: ranks that have other rows or columns of the same matrices, and read the same samples."""
     sequence: bool = False
     """With tp: what lies between the matrices is cut too, along its positions (sequence parallel)."""
-    native: tuple[Literal["tp", "pp"], ...] = ()
-    """Axes that PyTorch's own means cut instead of ours: DTensor (tp), torch.distributed.pipelining (pp)."""
+    native: tuple[Literal["tp", "pp", "cp"], ...] = ()
+    """Axes that PyTorch's own means cut instead of ours: DTensor (tp), torch.distributed.pipelining (pp), its ring
+    attention (cp, on GPUs)."""
     reduce_dtype: Literal["fp32", "compute"] = "fp32"
     """What zero3 and fsdp reduce gradients in, where they compute in bf16 or fp16."""
     prefetch: int = 1

@@ -11,7 +11,7 @@ what is there, while the next block is in flight. The blocks' outputs are put to
 softmax), so nobody ever has scores of the whole sequence. In zig-zag a block from an earlier rank is attended to in its
 first half by all queries, one from a later rank in whole by the second half of the queries: the same work for
 everybody at every step. Only outputs and log-sum-exps are kept; backward sends keys and values round again, and their
-gradients follow them, one step behind, until they are home.
+gradients follow them, one step behind, from the first rank after their own until they are home.
 
 Ulysses. An all-to-all gives every rank all positions of some heads; attention is the ordinary one; an all-to-all back.
 Fewer bytes, of which none can be hidden, and at most as many ranks as heads.
@@ -160,16 +160,19 @@ class _Ring(torch.autograd.Function):
             g, q_rows, o, s = (t[:, :, seen.queries].contiguous() for t in (gradient, q, out, lse))
             found = attention_block_backward(g, q_rows, k_block.contiguous(), v_block.contiguous(), o, s, seen.causal)
             for_q[:, :, seen.queries] += found[0]
-            here = torch.zeros(block.shape, dtype=wide(q.dtype), device=q.device)
-            if following is not None:
-                here.copy_(following.wait())
+            if following is None:
+                here = torch.zeros(block.shape, dtype=wide(q.dtype), device=q.device)
+            else:
+                here = following.wait()
             for index, part in enumerate(found[1:]):
                 here[index][:, :, seen.keys] += shrunk(part, block.shape[2])
-            if group.size > 1:
+            if step == 0:  # of this rank's own block: they are home
+                own = here
+            else:
                 following = Rotation(here, group)
             if flight is not None:
                 block = flight.wait()
-        home = following.wait() if following is not None else here
+        home = own if following is None else following.wait().add_(own)
         return for_q.to(q.dtype), home[0].to(q.dtype), home[1].to(q.dtype), None, None
 
 

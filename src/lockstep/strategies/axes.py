@@ -16,7 +16,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Axis -> what may stand after its degree, and what that sets."""
 MODEL_AXES = ("pp", "cp", "tp")
-NATIVE, NATIVE_AXES = "native", ("pp", "tp")
+NATIVE, NATIVE_AXES = "native", ("pp", "cp", "tp")
 """After an axis of the model: cut by PyTorch's own means."""
 
 

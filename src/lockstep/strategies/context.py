@@ -35,7 +35,7 @@ def attention_of(model: nn.Module) -> list[Any]:
 def context_traffic(model: nn.Module, n: int, attention: str, rows: int, positions: int, itemsize: int) -> Theory:
     """What context parallelism on n ranks sends for one micro-batch of `rows` sequences, forward and backward.
 
-    Ring: keys and values to the next rank n - 1 times forward and backward, their gradients n times. Ulysses: queries,
+    Ring: keys and values to the next rank n - 1 times forward and backward, and so their gradients. Ulysses: queries,
     keys, values and outputs change places forward, and their gradients backward.
     """
     if n == 1:
@@ -45,8 +45,8 @@ def context_traffic(model: nn.Module, n: int, attention: str, rows: int, positio
         queries, keys, _ = part.qkv.parts
         if attention == "ring":
             block = 2 * rows * keys * positions // n * itemsize
-            collectives += 3 * n - 2
-            sent += (3 * n - 2) * block
+            collectives += 3 * (n - 1)
+            sent += 3 * (n - 1) * block
         else:
             heads = keys // part.shape.head_size
             keys *= 1 if heads % n == 0 else n // heads

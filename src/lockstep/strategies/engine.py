@@ -7,7 +7,7 @@ a new one is one file and one row of `STRATEGIES`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -111,6 +111,8 @@ class Engine(ABC):
     """It can, between micro-batches, in `p.grad`; else they are cut up in backward."""
     scales_loss = False
     """fp16's loss scale is its own, and so are the steps that it skips to find it."""
+    around_attention: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around every forward and backward."""
     traffic_is_seen = True
     """False where it communicates in a way that the ledger cannot watch."""
 

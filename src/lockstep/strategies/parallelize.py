@@ -22,6 +22,7 @@ from lockstep.parallel.stage import Stage
 from lockstep.strategies.compiling import compile_blocks, compile_model
 from lockstep.strategies.context import cut_positions
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.native_context import attend_by_torch
 from lockstep.strategies.native_tensor import cut_by_dtensor
 from lockstep.strategies.options import Options
 from lockstep.strategies.parallel_model import ParallelModel
@@ -62,7 +63,11 @@ def parallelize(
         engine.traffic_is_seen = False
     else:
         engine.measure = cut_tensors(model, plan, layout.group("tp"), parallel.sequence)
-    cut_positions(model, layout.group("cp"), parallel.attention)
+    if "cp" in parallel.native and layout.degrees.cp > 1:
+        engine.around_attention = attend_by_torch(model, layout)
+        engine.traffic_is_seen = False
+    else:
+        cut_positions(model, layout.group("cp"), parallel.attention)
     if not isinstance(model, Stage) or blocks_of(model):  # a stage may have the embedding only
         recompute(model, options.recompute, options.recompute_every)
     if not by_dtensor:

@@ -16,6 +16,7 @@ from lockstep.strategies.engine import Engine
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.fully_sharded import FullySharded
 from lockstep.strategies.local_sgd import LocalSGD
+from lockstep.strategies.native_context import check_native_context
 from lockstep.strategies.sharded import ShardedState
 from lockstep.strategies.single import Single
 from lockstep.strategies.theory import NOTHING, ModelSizes, Theory
@@ -106,7 +107,7 @@ def expected_traffic(sizes: ModelSizes, parallel: Parallel, ranks: int, table: T
     return NOTHING if ranks == 1 else table[parallel.data].traffic(sizes, parallel, ranks)
 
 
-NATIVE_ENGINES = {"tp": ("single", "fsdp"), "pp": ("single",)}
+NATIVE_ENGINES = {"tp": ("single", "fsdp"), "pp": ("single",), "cp": tuple(STRATEGIES)}
 """Which engines PyTorch's own axes are combined with: those that know DTensors, or need not."""
 
 
@@ -131,6 +132,8 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
             )
     if "tp" in parallel.native and parallel.tp > 1 and parallel.pp > 1:
         raise UserError("tp=...:native does not go with pp; leave native out")
+    if "cp" in parallel.native:
+        check_native_context(parallel.attention, device, precision, compiled, parallel.pp)
     if parallel.sequence and parallel.tp == 1:
         raise UserError("parallel.sequence cuts what lies between matrices that parallel.tp cuts, and that is 1")
     for option, neutral in (("compression", "none"), ("algorithm", "native")):

@@ -129,7 +129,8 @@ class Worker:
         micro_batch = step.micro_batches[index]
         if micro_batch.filler:
             self.engine.model.eval()  # a filler leaves running statistics alone
-        with step.around(step.is_last(index)), self.phases("forward"), self.precision():
+        around = step.around(step.is_last(index))
+        with around, self.engine.around_attention(), self.phases("forward"), self.precision():
             outputs = self.forward(micro_batch.inputs)
             step.losses[index], correct = self.measure(outputs, micro_batch.targets)
         if not micro_batch.filler:
@@ -142,7 +143,7 @@ class Worker:
             totals.own_loss = totals.sums[0].clone()
             # In flight during backward.
             totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
-        with step.around(step.is_last(index)), self.phases("backward"):
+        with step.around(step.is_last(index)), self.engine.around_attention(), self.phases("backward"):
             self.backward(self._weighted(step.losses.pop(index), micro_batch, totals.counts[0]))
         if micro_batch.filler:
             self.engine.model.train()
@@ -157,7 +158,8 @@ class Worker:
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         """Forward without training; None where another rank has the outputs."""
-        return self.engine.predict(inputs)
+        with self.engine.around_attention():
+            return self.engine.predict(inputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.engine.module(inputs)

@@ -96,19 +96,3 @@ def check_generates(model: nn.Module) -> GPT:
     if not isinstance(model, GPT):
         raise UserError(f"{type(model).__name__} is not a language model; generate needs model.name gpt")
     return model
-
-
-def through_deepspeed(model: nn.Module) -> nn.Module:
-    """The same model in DeepSpeed's inference engine, in the dtype that it has."""
-    from lockstep.strategies.deepspeed import import_deepspeed
-
-    deepspeed = import_deepspeed()
-    try:
-        import transformers  # noqa: F401 (DeepSpeed's engine looks its layers up there)
-    except ImportError:
-        raise UserError(
-            'DeepSpeed\'s inference engine needs the transformers package: pip install -e ".[deepspeed]"'
-        ) from None
-    dtype = next(model.parameters()).dtype
-    engine: nn.Module = deepspeed.init_inference(model, dtype=dtype, replace_with_kernel_inject=False)
-    return engine
