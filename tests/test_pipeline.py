@@ -50,7 +50,7 @@ def batches(model: nn.Module, rows: int) -> list[tuple[Tensor, Tensor]]:
     return [*found, found[0]]
 
 
-def check_equal(world: World, model: nn.Module, schedule: str, rows: int, recompute: bool) -> None:
+def check_equal(world: World, model: nn.Module, schedule: str, rows: int, recompute: bool | tuple[int, ...]) -> None:
     chunks = SCHEDULES[schedule]
     whole = copy.deepcopy(model)
     if world.rank:
@@ -85,6 +85,7 @@ def check_all(world: World, schedules: list[str]) -> None:
         for what, model, rows, recompute in (
             ("row", row(), 13, False),
             ("gpt, tied", gpt(), 2 * world.size + 1, False),
+            ("gpt, tied, its first part recomputed", gpt(), 5, (0,)),
             ("llama, recomputed, fewer rows than micro-batches", gpt(**llama), 4, True),
         ):
             try:

@@ -24,6 +24,19 @@ def test_it_draws_in_the_terminal_and_to_files(tmp_path: Path, capsys: pytest.Ca
     assert "a step takes 16" in capsys.readouterr().out
 
 
+def test_a_configs_own_steps_stand_beside_theory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with data parallelism: the first pipeline of two, each of two stages, of which the first recomputes."""
+    small = ["--model.d-model", "32", "--model.layers", "2", "--model.context", "16", "--data.name", "synthetic"]
+    flags = ["--parallel.recompute-stages", "0", "--train.recompute", "full", "--nproc", "4", "--oversubscribe"]
+    drawn = ["--run", "--output", str(tmp_path / "step.svg"), "--device", "cpu"]
+    assert main(["schedule", "configs/gpt_pp.yaml", *small, *flags, *drawn]) == 0
+    out = capsys.readouterr().out
+    assert "1f1b, 2 stages, 8 micro-batches" in out
+    assert "by theory: a step takes 27" in out
+    assert "measured: a step takes" in out
+    assert (tmp_path / "step.svg").stat().st_size > 5000
+
+
 @pytest.mark.skipif(chromium() is None, reason="no Chromium")
 def test_a_real_run_stands_beside_it_on_a_page_that_steps_through_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -52,6 +65,10 @@ def test_a_real_run_stands_beside_it_on_a_page_that_steps_through_time(
         (["schedule", "1f1b", "--stages", "0"], "0 stages"),
         (["schedule", "1f1b", "--forward", "0"], "must be above 0"),
         (["schedule", "1f1b", "--output", "x.gif"], "must end in .svg, .png or .pdf"),
+        (["schedule", "configs/zero1.yaml"], "has no pipeline; give --parallel.pp 2"),
+        (["schedule", "configs/gpt_pp.yaml", "--parallel.pp", "9"], "and it has 6 layers"),
+        (["schedule", "configs/gpt_pp.yaml", "--parallel.native", "pp"], "whose passes torch keeps to itself"),
+        (["schedule", "configs/gpt_pp.yaml", "--parallel.recompute-stages", "2"], "there are 0 to 1"),
     ],
 )
 def test_mistakes_are_one_line(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Ring attention on all ranks beside full attention on one, forward and backward, in turns, one core for each rank.
 
 python docs/results/measure_ring.py --nproc 2 --tokens 8192
+python docs/results/measure_ring.py --nproc 2 --tokens 32768 --share-gpu
 """
 
 import argparse
@@ -18,7 +19,8 @@ from lockstep.layout.world import World
 
 def measure(world: World, tokens: int, heads: int, dim: int, rounds: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
-    whole = [torch.randn(1, heads, tokens, dim, device=world.device, requires_grad=True) for _ in range(3)]
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    whole = [torch.randn(1, heads, tokens, dim, device=world.device, dtype=dtype).requires_grad_() for _ in range(3)]
     mine = [shard_sequence(t.detach(), 2).requires_grad_() for t in whole]
 
     def full() -> None:
@@ -36,6 +38,8 @@ def measure(world: World, tokens: int, heads: int, dim: int, rounds: int) -> dic
             hosts_meet(world.device)
             start = time.perf_counter()
             run()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
             hosts_meet(world.device)
             if round_:  # the first warms up
                 seconds[name].append(time.perf_counter() - start)
@@ -47,8 +51,10 @@ def main() -> None:
     for name, default in (("nproc", 2), ("tokens", 8192), ("heads", 8), ("dim", 64), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--backend", default=None)
+    parser.add_argument("--share-gpu", action="store_true", help="in bf16, on one GPU")
     given = parser.parse_args()
-    launch = Launch(nproc=given.nproc, device="cpu", backend=given.backend)
+    device = "cuda" if given.share_gpu else "cpu"
+    launch = Launch(nproc=given.nproc, device=device, backend=given.backend, share_gpu=given.share_gpu)
     found = run_on_ranks(measure, given.tokens, given.heads, given.dim, given.rounds, launch=launch, threads=1)[0]
     base = found["one rank, full"]
     for name, seconds in found.items():

@@ -1,25 +1,29 @@
 """`lockstep schedule`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from lockstep.cli.arguments import check_output, parse
+from lockstep.cli.arguments import RunArguments, check_before_ranks, check_output, config_from, parse, sections
 from lockstep.cli.tables import console
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.parallel.schedule import SCHEDULES, pipeline_schedule, placement_of
 from lockstep.parallel.schedule_clock import Costs, Timetable, most_held, timetable
 from lockstep.schedule.draw import as_text, draw, legend
-from lockstep.schedule.measure import measure
+from lockstep.schedule.measure import measure, measure_config
 from lockstep.schedule.page import write_page
+from lockstep.strategies.pipeline import micro_batches_of
 
 
 @dataclass
 class ScheduleArguments:
-    """Draw a pipeline schedule: lockstep schedule NAME, one of naive, gpipe, 1f1b, interleaved, zb-h1, zb-v.
+    """Draw a pipeline schedule: lockstep schedule NAME, one of naive, gpipe, 1f1b, interleaved, zb-h1, zb-v; or that of
+    a config, with what its own model measures in it: lockstep schedule CONFIG.
 
     For example:
 
@@ -28,6 +32,8 @@ class ScheduleArguments:
     lockstep schedule interleaved --stages 4 --micro-batches 8 --chunks 2 --output interleaved.svg
 
     lockstep schedule zb-h1 --stages 2 --run --output zb.html
+
+    lockstep schedule configs/gpt_pp.yaml --parallel.schedule zb-h1 --run
     """
 
     stages: int = 4
@@ -46,29 +52,81 @@ class ScheduleArguments:
     launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
 
 
+@dataclass
+class ConfigScheduleArguments(RunArguments):
+    """Draw the pipeline schedule of a config: lockstep schedule CONFIG.
+
+    For example:
+
+    lockstep schedule configs/gpt_pp.yaml --parallel.schedule zb-h1 --parallel.pp 4 --run --output step.html
+    """
+
+    forward: float = 1.0
+    """What a micro-batch's forward costs, of all parts of a stage together."""
+    backward: float = 2.0
+    """And its backward; of zb-h1 and zb-v half of it is the weights' pass."""
+    output: str | None = None
+    """Also draw it to this file: .svg, .png, .pdf, or .html, a page in which one steps through time."""
+    run: bool = False
+    """Also take steps of the config on ranks of this machine, and show the median one beside it."""
+
+
 def main(argv: list[str]) -> int:
     name = argv[0] if argv and not argv[0].startswith("-") else None
+    if name is not None and name.endswith((".yaml", ".yml")):
+        return of_config(argv)
     arguments = parse(ScheduleArguments, argv[1:] if name is not None else argv, "schedule NAME")
     if name is None:
         raise UserError(f"lockstep schedule needs a name: one of {', '.join(SCHEDULES)}")
+    stages, count, launch = arguments.stages, arguments.micro_batches, arguments.launch
+    launch.nproc = stages
+    run = partial(run_on_ranks, measure, name, count, arguments.chunks, launch=launch)
+    compare(arguments, name, stages, count, arguments.chunks, run)
+    return 0
+
+
+def of_config(argv: list[str]) -> int:
+    config, rest = config_from(argv)
+    arguments = parse(
+        ConfigScheduleArguments, rest, "schedule CONFIG", default=ConfigScheduleArguments(**sections(config))
+    )
+    config, parallel, launch = arguments.config(), arguments.parallel, arguments.launch
+    if parallel.pp == 1:
+        raise UserError(f"{argv[0]} has no pipeline; give --parallel.pp 2")
+    if "pp" in parallel.native:
+        raise UserError(f"{argv[0]} has parallel.native pp, whose passes torch keeps to itself; leave native out")
+    if launch.nproc is None:
+        launch.nproc = parallel.pp * parallel.tp * parallel.cp
+    check_before_ranks(config, launch, default_nproc=launch.nproc)
+    run = partial(run_on_ranks, measure_config, config, launch=launch)
+    count = micro_batches_of(parallel, config.train.accumulation)
+    compare(arguments, parallel.schedule, parallel.pp, count, parallel.chunks, run)
+    return 0
+
+
+def compare(
+    arguments: ScheduleArguments | ConfigScheduleArguments,
+    name: str,
+    stages: int,
+    count: int,
+    chunks: int,
+    run: Callable[[], list[Timetable]],
+) -> None:
+    """What theory says, beside what `run` has measured."""
     if arguments.forward <= 0 or arguments.backward <= 0:
         raise UserError(f"costs are {arguments.forward:g} and {arguments.backward:g}, but they must be above 0")
     if arguments.output is not None:
         check_output("--output", arguments.output)
-    stages, count = arguments.stages, arguments.micro_batches
-    chunks = 2 if name == "zb-v" else arguments.chunks
-    lists, placement = pipeline_schedule(name, stages, count, arguments.chunks), placement_of(name, stages, chunks)
+    parts = 2 if name == "zb-v" else chunks
+    lists, placement = pipeline_schedule(name, stages, count, chunks), placement_of(name, stages, parts)
     costs = Costs(arguments.forward, arguments.backward / 2, arguments.backward / 2)
     found = {"by theory": timetable(lists, placement, costs)}
-    title = f"{name}, {stages} stages, {count} micro-batches" + (f", {chunks} chunks" if chunks > 1 else "")
     if arguments.run:
-        launch = arguments.launch
-        launch.nproc = stages
-        found["measured"] = run_on_ranks(measure, name, count, arguments.chunks, launch=launch)[0]
+        found["measured"] = run()[0]
+    title = f"{name}, {stages} stages, {count} micro-batches" + (f", {parts} chunks" if parts > 1 else "")
     show(title, found, [most_held(instructions, placement) for instructions in lists])
     if arguments.output is not None:
         write(title, found, Path(arguments.output))
-    return 0
 
 
 def show(title: str, found: dict[str, Timetable], held: list[float]) -> None:

@@ -178,6 +178,8 @@ class Parallel:
     """Of a pipeline, per step. None: train.accumulation, or twice the stages if that is 1."""
     chunks: int = 1
     """Parts of the model per stage, of interleaved; the others have one, zb-v always two."""
+    recompute_stages: tuple[int, ...] = ()
+    """Of a pipeline: the stages that train.recompute is for; the first hold the most micro-batches. Empty: all."""
     cp: int = 1
     """Context parallel: ranks that have other positions of the same sequences."""
     attention: Literal["ring", "ulysses"] = "ring"

@@ -1,6 +1,6 @@
 """The passes of one rank of a pipeline: forward and backward of its parts, with what is held between them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.comm.ledger import Mark, mark
+from lockstep.comm.ledger import Mark, mark, seconds_between
 from lockstep.parallel.messages import Message, Post
 from lockstep.parallel.schedule import PASSES, Instruction, Placement
 from lockstep.parallel.weight_pass import WeightPass
@@ -28,11 +28,15 @@ class Held:
 class Passes:
     """Carries out a schedule's instructions for one rank and one step at a time."""
 
-    def __init__(self, run: nn.Module, post: Post, placement: Placement, rank: int, recompute: bool = False) -> None:
+    def __init__(
+        self, run: nn.Module, post: Post, placement: Placement, rank: int, recompute: bool | Collection[int] = False
+    ) -> None:
         """`run`: (chunk, *activations) -> activations, or what the loss is taken of. `recompute`: hold only what a part
-        is given, and compute the rest again in backward.
+        is given, and compute the rest again in backward; of all parts, or of these.
         """
-        self.run, self.post, self.placement, self.rank, self.recompute = run, post, placement, rank, recompute
+        self.run, self.post, self.placement, self.rank = run, post, placement, rank
+        every: Collection[int] = range(placement.parts)
+        self.recompute = recompute if not isinstance(recompute, bool) else every if recompute else ()
         self.splits_backward = False
         """The schedule has a pass of its own for the weights."""
         self.changes_inputs = any(getattr(part, "inplace", False) for part in run.modules())
@@ -67,6 +71,12 @@ class Passes:
         """After forward passes that will have no backward."""
         self._held.clear()
         self.post.end()
+
+    def seconds(self) -> list[tuple[Instruction, float, float]]:
+        """When each pass of the step began and ended: by the host's clock; on a GPU, since the first."""
+        first = self.spans[0][1] if self.spans else 0.0
+        origin = 0.0 if isinstance(first, float) else first
+        return [(i, seconds_between(origin, start), seconds_between(origin, end)) for i, start, end in self.spans]
 
     def carry_out(self, instruction: Instruction) -> None:
         i, part = instruction.micro_batch, self.placement.part(self.rank, instruction.chunk)
@@ -103,7 +113,8 @@ class Passes:
 
     def _forward(self, part: int, i: int, chunk: int) -> None:
         inputs = [self._inputs(i)] if part == 0 else self._next_inputs.pop((part, i))
-        weights = WeightPass() if self.splits_backward and not self.recompute else None
+        recompute = part in self.recompute
+        weights = WeightPass() if self.splits_backward and not recompute else None
 
         def run(*inputs: Tensor) -> Any:
             if self.changes_inputs:  # what has come from another rank is a leaf, which nobody may write to
@@ -111,7 +122,7 @@ class Passes:
             with weights or nullcontext():
                 return self.run(chunk, *inputs)
 
-        outputs = checkpoint(run, *inputs, use_reentrant=False) if self.recompute else run(*inputs)
+        outputs = checkpoint(run, *inputs, use_reentrant=False) if recompute else run(*inputs)
         if part == self.placement.parts - 1:
             outputs = self._loss(outputs, i)
         tensors = list(outputs) if isinstance(outputs, tuple | list) else [outputs]

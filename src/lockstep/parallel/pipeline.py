@@ -11,7 +11,7 @@ Every rank makes the same model, of which it keeps its parts (`stage.py`). In `s
 it (`schedule.py`): its passes (`passes.py`), and what is sent and received between them (`messages.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from lockstep.comm.collectives import all_gather_objects, broadcast
-from lockstep.comm.ledger import seconds_between
 from lockstep.data.batch import Batch
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.autocast import autocast_dtype
@@ -44,13 +43,13 @@ class Pipeline:
         chunks: int = 1,
         process_group: GroupLike = None,
         cuts: Sequence[int] | None = None,
-        recompute: bool = False,
+        recompute: bool | Collection[int] = False,
     ) -> None:
         """Cut `module`, which every rank has whole, in place. All begin with the first rank's weights.
 
         `schedule`: naive, gpipe, 1f1b, interleaved, zb-h1 or zb-v. `chunks`: parts per rank (interleaved, zb-v).
         `cuts`: at which layers parts after the first begin; None: so that parts cost alike. `recompute`: hold only
-        what a part is given, and compute the rest again in backward.
+        what a part is given, and compute the rest again in backward; of all parts, or of those with these numbers.
         """
         self.group, self.micro_batches = group_of(process_group, "pp"), micro_batches
         lists = pipeline_schedule(schedule, self.group.size, micro_batches, chunks)
@@ -105,11 +104,7 @@ class Pipeline:
 
     def spans(self) -> list[tuple[Instruction, float, float]]:
         """When each pass of the last step began and ended: seconds of the host's clock; on a GPU, since the first."""
-        found = self._passes.spans
-        if not found or isinstance(found[0][1], float):
-            return [(i, seconds_between(0.0, start), seconds_between(0.0, end)) for i, start, end in found]
-        first = found[0][1]
-        return [(i, seconds_between(first, start), seconds_between(first, end)) for i, start, end in found]
+        return self._passes.seconds()
 
     # ---- a weight that two ranks have --------------------------------------------------------------------------
 

@@ -21,6 +21,10 @@ def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:
     if "tp" in parallel.native and parallel.tp > 1:
         check_native_tensor(model, parallel.tp)
     check_context(model, parallel.cp, parallel.attention, parallel.tp)
+    for stage in parallel.recompute_stages:
+        if not 0 <= stage < parallel.pp:
+            there = "there is no pipeline" if parallel.pp == 1 else f"there are 0 to {parallel.pp - 1}"
+            raise UserError(f"parallel.recompute_stages has stage {stage}, and {there}; change it, or parallel.pp")
     if parallel.pp == 1:
         return
     if "pp" in parallel.native:

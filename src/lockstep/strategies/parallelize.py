@@ -68,7 +68,8 @@ def parallelize(
         engine.traffic_is_seen = False
     else:
         cut_positions(model, layout.group("cp"), parallel.attention)
-    if not isinstance(model, Stage) or blocks_of(model):  # a stage may have the embedding only
+    here = not parallel.recompute_stages or layout.coordinates["pp"] in parallel.recompute_stages
+    if here and (not isinstance(model, Stage) or blocks_of(model)):  # a stage may have the embedding only
         recompute(model, options.recompute, options.recompute_every)
     if not by_dtensor:
         model.to(place, options.dtype)
