@@ -56,6 +56,8 @@ MISTAKES = {
     "train --device cpu --model gpt --data text --model.attention cudnn": "model.attention cudnn is for GPUs",
     "verify --world-size 2 --strategies single,pp=2:naive:native": "pp=...:native has no naive; torch's schedules are",
     "verify --world-size 2 --strategies bucketed,tp=2:native": "tp=2:native goes with parallel.data single or fsdp",
+    "verify --world-size 2 --strategies bucketed,cp=2:native --device cpu": "cp=...:native has kernels for GPUs only",
+    "verify --world-size 2 --strategies bucketed,cp=2:ulysses:native": "cp=...:native is a ring",
     "train --nproc 2 --parallel.native tp": "parallel.native tp says how parallel.tp is cut, and that is 1",
     "verify --world-size 3 --strategies zero3,tp=2": "tp=2 does not divide the 3 ranks; start a multiple of 2",
     "verify --world-size 8 --strategies single,tp=8": "parallel.tp 8 does not divide model.heads, 4",

@@ -1,4 +1,4 @@
-"""Sequence parallelism with its messages hidden behind products, and without: one transformer block, in turns.
+"""Sequence parallelism with its messages hidden behind products, and without: two transformer blocks, in turns.
 
 python docs/results/measure_sequence.py --nproc 2 --share-gpu
 """
@@ -17,7 +17,7 @@ from lockstep.layout.world import World
 from lockstep.models.gpt import Block, Positions, Shape
 from lockstep.parallel import parallel_products
 
-PLAN = {"attention.qkv": "column", "attention.output": "row", "mlp.up": "column", "mlp.down": "row"}
+PLAN = {"0": "vocab", "*.qkv": "column", "*.output": "row", "*.up": "column", "*.down": "row"}
 TOGETHER = parallel_products.halves
 
 
@@ -25,9 +25,9 @@ def measure(world: World, width: int, tokens: int, rows: int, rounds: int) -> di
     torch.manual_seed(0)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     shape = Shape(width, 1, width // 64, width // 64, tokens, 256)
-    block: nn.Module = tensor_parallel(Block(shape, Positions()), PLAN, sequence_parallel=True)
-    block = block.to(world.device, dtype)
-    x = torch.randn(rows, tokens // world.size, width, device=world.device, dtype=dtype, requires_grad=True)
+    row = nn.Sequential(nn.Embedding(256, width), Block(shape, Positions()), Block(shape, Positions()))
+    model: nn.Module = tensor_parallel(row, PLAN, sequence_parallel=True).to(world.device, dtype)
+    x = torch.randint(256, (rows, tokens), device=world.device)
     ways = {"one message at a time": lambda x: (x,), "in halves": TOGETHER}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(rounds + 2):
@@ -36,7 +36,7 @@ def measure(world: World, width: int, tokens: int, rows: int, rounds: int) -> di
             hosts_meet(world.device)
             start = time.perf_counter()
             for _ in range(4):
-                block(x).sum().backward()
+                model(x).sum().backward()
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             hosts_meet(world.device)

@@ -85,11 +85,16 @@ class RunArguments:
 def check_before_ranks(config: Config, launch: Launch, default_nproc: int) -> None:
     """Refuse what no rank could do, in one voice, before any starts."""
     ranks = int(os.environ["WORLD_SIZE"]) if adopt_environment() else launch.nproc or default_nproc
-    device = "cpu" if launch.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    device = device_type(launch)
     parallel, train = config.parallel, config.train
     check_parallel(parallel, device, train.precision, train.compile != "none")
     degrees_of(parallel, max(1, ranks))
     check_model(config)
+
+
+def device_type(launch: Launch) -> str:
+    """What the ranks will compute on."""
+    return "cpu" if launch.device == "cpu" or not torch.cuda.is_available() else "cuda"
 
 
 def check_model(config: Config) -> None:

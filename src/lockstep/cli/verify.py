@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lockstep.cli.arguments import LinkFlag, config_from, flag_value, over_link, parse
+from lockstep.cli.arguments import LinkFlag, config_from, device_type, flag_value, over_link, parse
 from lockstep.cli.tables import console, new_table
 from lockstep.config import CNN, Config, Model, check_ranges
 from lockstep.errors import UserError
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     if min(sizes) < 1:
         raise UserError(f"--world-size is {min(sizes)}, but it must be 1 or more")
     for size in sizes:
-        check_request(request, size)
+        check_request(request, size, device_type(launch))
     verdicts: list[Verdict] = []
     for size in sizes:
         verdicts += run_on_ranks(verify, request, launch=launch, default_nproc=size)[0]

@@ -7,6 +7,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.schedule import check_schedule
 from lockstep.parallel.stage import layers_of
 from lockstep.strategies.context import check_context
+from lockstep.strategies.native_context import CHUNK
 from lockstep.strategies.native_pipeline import check_native_pipeline
 from lockstep.strategies.native_tensor import check_native_tensor
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
@@ -20,7 +21,8 @@ def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:
     check_tensor(model, parallel.tp, parallel.sequence)
     if "tp" in parallel.native and parallel.tp > 1:
         check_native_tensor(model, parallel.tp)
-    check_context(model, parallel.cp, parallel.attention, parallel.tp)
+    multiple = CHUNK if "cp" in parallel.native else 1
+    check_context(model, parallel.cp, parallel.attention, parallel.tp, multiple)
     for stage in parallel.recompute_stages:
         if not 0 <= stage < parallel.pp:
             there = "there is no pipeline" if parallel.pp == 1 else f"there are 0 to {parallel.pp - 1}"

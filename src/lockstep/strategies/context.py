@@ -55,8 +55,8 @@ def context_traffic(model: nn.Module, n: int, attention: str, rows: int, positio
     return Theory(collectives, sent)
 
 
-def check_context(model: nn.Module, degree: int, attention: str, tp: int) -> None:
-    """Refuse what cannot be cut, with what would work."""
+def check_context(model: nn.Module, degree: int, attention: str, tp: int, multiple: int = 1) -> None:
+    """Refuse what cannot be cut, with what would work. `multiple`: of how many positions each chunk must be."""
     if degree == 1:
         return
     shape: Any = getattr(model, "shape", None)
@@ -64,10 +64,12 @@ def check_context(model: nn.Module, degree: int, attention: str, tp: int) -> Non
         raise UserError(
             f"parallel.cp {degree} cuts sequences, and {type(model).__name__} has no attention over any; use gpt"
         )
-    if shape.context % (2 * degree):
+    chunks = 2 * degree * multiple
+    if shape.context % chunks:
+        of = f" of a multiple of {multiple} positions" if multiple > 1 else ""
         raise UserError(
-            f"parallel.cp {degree} cuts sequences into {2 * degree} equal chunks, and model.context {shape.context} is "
-            f"no multiple of that; use {-(-shape.context // (2 * degree)) * 2 * degree}"
+            f"parallel.cp {degree} cuts sequences into {2 * degree} equal chunks{of}, and model.context "
+            f"{shape.context} is no multiple of {chunks}; use {-(-shape.context // chunks) * chunks}"
         )
     if shape.dropout > 0:
         raise UserError(

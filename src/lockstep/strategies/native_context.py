@@ -18,6 +18,9 @@ from lockstep.layout import Layout
 from lockstep.parallel.context import expanded
 from lockstep.strategies.context import attention_of, cut_positions
 
+CHUNK = 32
+"""Positions: the memory-efficient kernel fills log-sum-exps up to a multiple, and torch adds up what it gives."""
+
 
 def check_native_context(attention: str, device: str, precision: str, compiled: bool, pp: int) -> None:
     """Refuse what torch's has no kernels for, before any rank starts."""

@@ -12,12 +12,20 @@ from lockstep.config import Train
 
 
 def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    parameters = list(parameters) or [nn.Parameter(torch.empty(0))]  # torch refuses an empty list
+    parameters = of_one_mesh_each(list(parameters)) or [nn.Parameter(torch.empty(0))]  # torch refuses an empty list
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
     fused = should_fuse(parameters) or None  # None: PyTorch's own default
     return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)
+
+
+def of_one_mesh_each(parameters: list[Any]) -> list[Any]:
+    """Plain tensors, and DTensors of each mesh, in groups of their own: a fused step takes one kind at a time."""
+    kinds: dict[object, list[Any]] = {}
+    for parameter in parameters:
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return parameters if len(kinds) < 2 else [{"params": group} for group in kinds.values()]
 
 
 def should_fuse(parameters: list[Any]) -> bool:

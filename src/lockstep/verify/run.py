@@ -12,8 +12,9 @@ from lockstep.layout.world import World
 from lockstep.strategies import STRATEGIES, ParallelModel, degrees_of, strategy_named
 from lockstep.strategies.axes import model_degrees
 from lockstep.strategies.combining import check_cuts
+from lockstep.strategies.native_context import CHUNK
 from lockstep.strategies.pipeline import placement_for
-from lockstep.strategies.table import Table
+from lockstep.strategies.table import Table, check_parallel
 from lockstep.strategies.theory import Theory, added
 from lockstep.strategies.traffic import traffic_by_axis
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
@@ -88,14 +89,17 @@ def scenarios_of(request: Request, parallel: Parallel) -> list[Scenario]:
         return saver_scenarios(request.model)
     if all(degree == 1 for degree in model_degrees(parallel).values()):
         return scenarios_for(request.model)
-    found = cut_scenarios(request.model, placement_for(parallel).parts)
+    positions = 2 * parallel.cp * CHUNK if "cp" in parallel.native else 1
+    found = cut_scenarios(request.model, placement_for(parallel).parts, positions)
     return [s for s in found if not (s.lora_rank and parallel.native)]  # PyTorch's own axes know no adapters
 
 
-def check_request(request: Request, ranks: int) -> None:
+def check_request(request: Request, ranks: int, device: str) -> None:
     """Refuse what these ranks could not do, before any of them starts."""
     for name in request.strategies:
         parallel = strategy_named(name)
+        precision = STRATEGIES[parallel.data].verified_in or request.precision
+        check_parallel(parallel, device, precision, compiled=False)
         degrees_of(parallel, ranks)
         for scenario in scenarios_of(request, parallel):
             with torch.device("meta"):

@@ -85,13 +85,15 @@ def saver_scenarios(model: Model | None) -> list[Scenario]:
     ]
 
 
-def cut_scenarios(model: Model | None, parts: int = 1) -> list[Scenario]:
+def cut_scenarios(model: Model | None, parts: int = 1, positions: int = 1) -> list[Scenario]:
     """For strategies that cut the model itself: GPT-2's form with a tied head, and Llama's, untied, with fewer heads of
-    keys than of queries; or one model on all. `parts`: of a pipeline, each of which needs a layer.
+    keys than of queries; or one model on all. `parts`: of a pipeline, each of which needs a layer. `positions`: what
+    sequences must be a multiple of.
     """
     if model is not None:
         return scenarios_for(model)
-    tied = replace(CUT_GPT, layers=max(CUT_GPT.layers, parts - 2))  # embedding and head are layers too
+    layers = max(CUT_GPT.layers, parts - 2)  # embedding and head are layers too
+    tied = replace(CUT_GPT, layers=layers, context=-(-CUT_GPT.context // positions) * positions)
     llama = replace(tied, kv_heads=2, tied=False, norm="rmsnorm", position="rope", activation="swiglu")
     return [
         Scenario("even", tied, (8,)),
