@@ -4,7 +4,11 @@ torch.distributed says None for "all ranks", and has no word for "this rank alon
 so that nobody has to ask; and a group says which axes it spans, so that the ledger can.
 """
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -47,3 +51,23 @@ def group_of(given: GroupLike = None, axis: str = "world") -> Group:
             return ALONE
         given = dist.group.WORLD
     return Group(axis, dist.get_rank(given), dist.get_world_size(given), given)
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def shared_group(
+    ranks: Sequence[int], backend: str, timeout: timedelta | None = None, lane: str = "", options: Any = None
+) -> dist.ProcessGroup:
+    """torch's group of these ranks, made once and shared by all who ask for it; its members ask in the same order.
+
+    A communicator costs memory, and on a GPU a stream of which only so many are independent of each other: models that
+    are measured in turns must not each have their own. `lane`: groups whose messages must not wait for each other.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "ranks have been started"
+    made, key = _made.setdefault(world, {}), (tuple(ranks), backend, timeout, lane)
+    if key not in made:
+        # Other ranks of a larger world know nothing of this group.
+        made[key] = dist.new_group(list(ranks), timeout, backend, pg_options=options, use_local_synchronization=True)
+    return made[key]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.layout.degrees import AXES, Degrees
-from lockstep.layout.group import ALONE, Group
+from lockstep.layout.group import ALONE, Group, shared_group
 from lockstep.layout.world import World, torch_backend
 
 if TYPE_CHECKING:
@@ -73,13 +73,7 @@ class Layout:
         return Group(" x ".join(axes), ranks.index(self.world.rank), len(ranks), made)
 
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(
-            ranks,
-            backend=torch_backend(self.world.backend),
-            timeout=timedelta(seconds=self.world.timeout),
-            use_local_synchronization=True,  # other ranks of a larger world know nothing of this layout
-        )
-        return made
+        return shared_group(ranks, torch_backend(self.world.backend), timedelta(seconds=self.world.timeout))
 
     def _ranks(self, axes: tuple[str, ...]) -> list[int]:
         """Numbers of the ranks that have this rank's coordinates but in these axes."""

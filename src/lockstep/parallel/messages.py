@@ -24,7 +24,7 @@ from torch import Tensor
 from lockstep.comm.collectives import Pending, recv_async, send_async
 from lockstep.comm.ledger import about
 from lockstep.errors import UserError
-from lockstep.layout.group import Group
+from lockstep.layout.group import Group, shared_group
 from lockstep.parallel.schedule import Instruction, Placement
 
 DTYPES = (
@@ -74,7 +74,8 @@ def directions(group: Group, device: torch.device) -> tuple[Group, Group]:
     if group.size == 1 or device.type != "cuda" or "nccl" not in group.backend:
         return group, group
     ranks = dist.get_process_group_ranks(group.native)
-    made = [dist.new_group(ranks, backend="nccl", use_local_synchronization=True) for _ in range(2)]
+    first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # messages, let in before compute's programs
+    made = [shared_group(ranks, "nccl", lane=lane, options=first) for lane in ("later", "earlier")]
     later, earlier = (Group(group.axis, group.rank, group.size, native) for native in made)
     return later, earlier
 
