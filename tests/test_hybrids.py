@@ -1,5 +1,6 @@
 """Axes that cut the model, with the data engines: equal to one process, and checkpoints move between all of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,18 @@ import torch
 
 from lockstep import UserError
 from lockstep.cli import main
-from lockstep.config import Parallel
-from lockstep.data import Batch
+from lockstep.config import Config, Data, Parallel, Train
+from lockstep.data import Batch, read_share
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout import Region
 from lockstep.layout.world import World
+from lockstep.models import build_model
 from lockstep.parallel import context, parallel_products
 from lockstep.strategies import strategy_name, strategy_named
 from lockstep.strategies.pipeline import PipelineWorker
+from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.verify import Request, Verdict, verify
+from lockstep.verify.scenarios import CUT_GPT
 from tests.ranks import on_ranks
 from tests.test_checkpoint import session
 
@@ -230,3 +234,18 @@ def test_every_config_trains(config: str, ranks: int, tmp_path: Path, capfd: pyt
     assert main(["train", f"configs/{config}.yaml", *flags, "--train.steps", "2", *SMALL]) == 0
     assert "2 steps in" in capfd.readouterr().out
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def loss_from_whole_weights(world: World, name: str) -> float:
+    """Of the first step, where every rank is given a whole model (as `bench` does, or with train.weights)."""
+    torch.manual_seed(world.rank)  # all begin with the first rank's
+    config = Config(CUT_GPT, Data(name="synthetic", samples=8), Train(batch_size=8))
+    dataset = load_data(world, config)
+    plain = build_model(CUT_GPT, dataset.spec, seed=world.rank)
+    strategy = prepare_strategy(world, replace(config, parallel=strategy_named(name)), dataset, plain)
+    return strategy.step(read_share(dataset.train, torch.arange(8), strategy.batch_share())).loss
+
+
+def test_natives_begin_with_the_first_ranks_weights() -> None:
+    (alone,) = on_ranks(loss_from_whole_weights, 1, "single")
+    assert on_ranks(loss_from_whole_weights, 4, "fsdp,tp=2:native") == pytest.approx([alone] * 4, abs=1e-5)

@@ -22,6 +22,7 @@ from lockstep.comm.collectives import all_gather_objects, all_reduce_async, broa
 from lockstep.comm.hosts import flag_device
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.layout.region import local
 
 
 class GradientWrapper(nn.Module, ABC):
@@ -160,11 +161,12 @@ def broadcast_module(module: nn.Module, group: GroupLike = None) -> None:
 
 @torch.no_grad()
 def broadcast_tensor(tensor: Tensor, group: GroupLike = None) -> None:
-    """Everybody takes the first rank's, in place, also where it is not contiguous."""
-    if tensor.is_contiguous():
-        broadcast(tensor.data, group=group, purpose="parameters")
+    """Everybody takes the first rank's, in place, also where it is not contiguous; of a DTensor, its part."""
+    mine = local(tensor.data)
+    if mine.is_contiguous():
+        broadcast(mine, group=group, purpose="parameters")
     else:
-        tensor.data.copy_(broadcast(tensor.data.contiguous(), group=group, purpose="parameters"))
+        mine.copy_(broadcast(mine.contiguous(), group=group, purpose="parameters"))
 
 
 @torch.no_grad()
