@@ -39,11 +39,11 @@ def test_flops_match_the_flop_counter(config: Model, spec: DataSpec) -> None:
     # The counter knows attention only as its matrix products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(inputs)
-    assert counter.get_total_flops() == batch * forward_flops(model)
+    assert counter.get_total_flops() == batch * forward_flops(model, spec)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(inputs).sum().backward()
     # Backward needs no gradient of the first layer's input, so it may fall short of twice forward; never exceed it.
-    assert 0.6 * batch * training_flops(model) < counter.get_total_flops() <= batch * training_flops(model)
+    assert 0.6 * batch * training_flops(model, spec) < counter.get_total_flops() <= batch * training_flops(model, spec)
 
 
 @pytest.mark.parametrize(

@@ -221,3 +221,15 @@ def test_mistakes_are_named() -> None:
         assert said[5] == "nothing"
         assert "share a weight, and the plan cuts it differently" in said[6]
         assert "has no tensor_plan() of its own" in said[7]
+
+
+def copied(world: World) -> tuple[float, float]:
+    model = tensor_parallel(gpt())
+    again = copy.deepcopy(model)
+    return trained(model)[0][-1], trained(again)[0][-1]
+
+
+def test_a_cut_model_can_be_copied() -> None:
+    """For an average of weights, say: the copy communicates with the same ranks."""
+    for one, other in on_ranks(copied, 2):
+        assert one == other

@@ -232,9 +232,10 @@ def with_size_that_fits(config: Config, launch: Launch, nproc: int) -> tuple[Con
 def time_on_cpu(config: Config, steps: int) -> str:
     """How long so many steps take with all cores, in words: at half of the rate that they multiply matrices at."""
     assert isinstance(config.model, GPT)
+    spec = tokens_for(config.model)
     with torch.device("meta"):
-        model = build_model(config.model, tokens_for(config.model))
-    seconds = steps * config.train.batch_size * training_flops(model) / (0.5 * measured_peak(World()))
+        flops = steps * config.train.batch_size * training_flops(build_model(config.model, spec), spec)
+    seconds = flops / (0.5 * measured_peak(World()))
     smaller = "" if config.model.size == "small" else "; --model.size small is quicker"
     return f"{steps} steps in all take about {max(1, round(seconds / 60))} min on this CPU{smaller}"
 

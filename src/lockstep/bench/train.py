@@ -28,7 +28,7 @@ from lockstep.measure.timeline import timeline
 from lockstep.measure.timing import Timing, merge_ranks
 from lockstep.models import build_model
 from lockstep.strategies import STRATEGIES, ParallelModel
-from lockstep.training.prepare import check_device, load_data, prepare_named
+from lockstep.training.prepare import check_device, load_data, load_head, prepare_named
 
 Progress = Callable[[], None]
 
@@ -117,7 +117,7 @@ class Runner:
         peaks, models = peaks or Peaks(), models or Models()
         self.world, self.case, self.lead_in = world, case, lead_in
         self.part = part_of(world, case.ranks, case.strategy.partition("@")[2])
-        dataset = load_data(world, case.config)
+        dataset = load_head(world, case.config)
         self.data = dataset.train
         self.batches = full_batches(case.config, dataset)
         if len(self.batches[0]) < case.config.train.batch_size:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import psutil
 import torch
 import tyro
+import yaml
 
 from lockstep.config import (
     CNN,
@@ -77,6 +78,8 @@ class RunArguments:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     def config(self) -> Config:
+        if self.data.import_ is not None:
+            self.data.name = "own"
         config = Config(self.model, self.data, self.train, self.parallel, self.lora, self.checkpoint)
         check_ranges(config)
         return config
@@ -88,7 +91,9 @@ def check_before_ranks(config: Config, launch: Launch, default_nproc: int) -> No
     device = device_type(launch)
     parallel, train = config.parallel, config.train
     check_parallel(parallel, device, train.precision, train.compile != "none")
-    degrees_of(parallel, max(1, ranks))
+    degrees = degrees_of(parallel, max(1, ranks))
+    if train.batch_per_rank is not None:
+        train.batch_size = train.batch_per_rank * train.accumulation * degrees.replicate * degrees.shard
     check_model(config)
 
 
@@ -142,12 +147,41 @@ def config_from(argv: list[str], default: Config | None = None) -> tuple[Config,
     """
     file = argv[0] if argv and not argv[0].startswith("-") else None
     rest = [_spelt_out(word) for word in (argv[1:] if file is not None else argv)]
+    rest, own = without_own_arguments(rest)
     model_name = flag_value(rest, "--model.name")
+    if model_name is None and flag_value(rest, "--model.import") is not None:
+        model_name = "own"
     fits = default is not None and file is None and model_name in (None, default.model.name)
     config = default if default is not None and fits else load_config(file, model_name)
+    for section, arguments in own.items():
+        given: Any = getattr(config, section)
+        if not hasattr(given, "args"):
+            raise UserError(f"--{section}.args are for an imported {section}; give --{section}.import as well")
+        given.args = {**given.args, **arguments}
     _refuse_unknown_flags(rest, config)
     _refuse_late_file(rest)
     return config, rest
+
+
+def without_own_arguments(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Take `--model.args.width 64` out, which only the user's own code knows. A value is read as YAML reads it."""
+    rest: list[str] = []
+    own: dict[str, dict[str, Any]] = {}
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        section, _, key = flag.removeprefix("--").partition(".args.")
+        if section not in ("model", "data") or not key or not flag.startswith("--"):
+            rest.append(word)
+            continue
+        text = value if equals else next(words, None)
+        if text is None or text.startswith("--"):
+            raise UserError(f"{flag} has no value behind it")
+        try:
+            own.setdefault(section, {})[key.replace("-", "_")] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            own.setdefault(section, {})[key.replace("-", "_")] = text
+    return rest, own
 
 
 def _spelt_out(word: str) -> str:

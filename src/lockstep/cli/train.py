@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from math import isfinite
 
 from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths, config_from, parse, sections
 from lockstep.launch import run_on_ranks
@@ -59,7 +60,8 @@ def told(result: TrainResult) -> int:
     taken = counted(result.steps - result.resumed_at, "step") + (
         f", up to {result.steps}," if result.resumed_at else ""
     )
-    print(f"{taken} in {result.seconds:.1f} s; metrics and config in {result.folder}/")
+    for line in summary(result, taken):
+        print(line)
     if result.not_saved is not None:
         ended = f"stopped by {result.stopped_by}, and " if result.stopped else ""
         print(f"error: {ended}the last checkpoint was not saved: {result.not_saved}", file=sys.stderr)
@@ -67,6 +69,26 @@ def told(result: TrainResult) -> int:
     if result.stopped:
         print(f"stopped by {result.stopped_by} and saved; go on with --resume {result.folder}")
     return INTERRUPTED if result.stopped_by == "Ctrl-C" else 0
+
+
+def summary(result: TrainResult, taken: str) -> list[str]:
+    """What was reached, how fast, where the time went, and where everything is."""
+    lines = []
+    if isfinite(result.test_loss):
+        loss, step = result.best or (result.test_loss, result.steps)
+        at = "" if loss >= result.test_loss else f"; the lowest was {loss:.4f}, at step {step:,}"
+        lines.append(f"reached: train loss {result.loss:.4f}, test loss {result.test_loss:.4f}{at}")
+    if result.gave_up:
+        lines.append("stopped early: train.patience evaluations in a row have found no lower test loss")
+    split = result.spent.split()
+    total = sum(split.values()) or 1.0
+    shares = ", ".join(f"{what} {s:.1f} s ({s / total:.1%})" for what, s in split.items() if s >= total / 1000)
+    lines.append(f"{taken} in {result.seconds:.1f} s; {result.rate} without evaluation and saving")
+    lines.append(f"time: {shares}")
+    if split["compute"]:
+        lines.append(f"communication that was waited for: {split['communication'] / split['compute']:.1%} of compute")
+    lines.append(f"peak memory of a rank: {result.memory / 2**30:.2f} GiB; metrics and config in {result.folder}/")
+    return lines
 
 
 def for_deepspeed(argv: list[str]) -> list[str]:

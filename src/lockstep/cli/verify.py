@@ -8,7 +8,7 @@ import tyro
 
 from lockstep.cli.arguments import LinkFlag, config_from, device_type, flag_value, over_link, parse
 from lockstep.cli.tables import console, new_table
-from lockstep.config import CNN, Config, Model, check_ranges
+from lockstep.config import CNN, Config, Data, Model, Own, Train, check_ranges
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
 from lockstep.strategies import strategy_names
@@ -32,6 +32,8 @@ class VerifyArguments:
     lockstep verify --savers --strategies zero3 fsdp --world-size 2
 
     lockstep verify --model.name resnet --model.norm group --model.width 8 --strategies bucketed
+
+    lockstep verify --model.import my_package.nets:Net --data.import my_package.data:make --strategies zero3
     """
 
     strategies: tuple[str, ...] = ("all",)
@@ -47,16 +49,25 @@ class VerifyArguments:
     launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
     model: Model = field(default_factory=CNN)
     """Verify with this model. Without a --model flag: a small CNN and a small GPT."""
+    data: Data = field(default_factory=Data)
+    """For a model of your own, and its loss: the data to verify it with."""
+    train: Train = field(default_factory=Train)
 
 
 def main(argv: list[str]) -> int:
     config, rest = config_from(argv)
-    arguments = parse(VerifyArguments, rest, "verify", default=VerifyArguments(model=config.model))
+    given = VerifyArguments(model=config.model, data=config.data, train=config.train)
+    arguments = parse(VerifyArguments, rest, "verify", default=given)
     own_model = len(rest) < len(argv) or any(word.startswith("--model.") for word in rest)
     names = [name for name in strategy_names(arguments.strategies) if name != "single"]
     check_ranges(Config(model=arguments.model))
     request = Request(names, arguments.steps, arguments.model if own_model else None, arguments.precision)
     request.savers = arguments.savers
+    if isinstance(arguments.model, Own):
+        request.own = Config(arguments.model, arguments.data, arguments.train)
+        if request.own.data.import_ is not None:
+            request.own.data.name = "own"
+        check_ranges(request.own)
     if arguments.link is not None:
         return over_link("verify", arguments.link, argv, arguments.launch)
     launch, sizes = arguments.launch, arguments.world_size

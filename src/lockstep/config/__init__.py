@@ -2,7 +2,7 @@
 
 from lockstep.config.check import check_ranges
 from lockstep.config.load import load_config, save_config
-from lockstep.config.schema import CNN, GPT, MLP, Checkpoint, Config, Data, Lora, Model, Parallel, ResNet, Train
+from lockstep.config.schema import CNN, GPT, MLP, Checkpoint, Config, Data, Lora, Model, Own, Parallel, ResNet, Train
 
 __all__ = [
     "CNN",
@@ -13,6 +13,7 @@ __all__ = [
     "Data",
     "Lora",
     "Model",
+    "Own",
     "Parallel",
     "ResNet",
     "Train",

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from lockstep.config.schema import Config
+from lockstep.config.own import is_import
+from lockstep.config.schema import Config, Train
 from lockstep.errors import UserError
 
 WIDTH, COUNT, AMOUNT = 10_000_000, 10**12, 1e9
@@ -25,9 +26,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "data.shape": (1, WIDTH),
     "data.classes": (1, WIDTH),
     "data.max_bytes": (1, COUNT),
+    "data.workers": (0, 1024),
     "train.epochs": (1, COUNT),
     "train.steps": (1, COUNT),
     "train.batch_size": (1, COUNT),
+    "train.batch_per_rank": (1, COUNT),
+    "train.evaluate_steps": (1, COUNT),
+    "train.evaluate_batches": (1, COUNT),
+    "train.patience": (1, COUNT),
     "train.accumulation": (1, COUNT),
     "train.lr": (0, 1e6),
     "train.momentum": (0, 1),
@@ -71,6 +77,7 @@ def check_ranges(config: Config) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not low <= number <= high:  # NaN is in no range
                 raise UserError(f"{key} is {_shortly(value)}, but it must be {_allowed(number, low, high)}")
+    check_names(config)
     for degree in ("replicate", "shard"):
         if getattr(config.parallel, degree) == 0:
             raise UserError(f"parallel.{degree} is 0, but it must be 1 or more, or -1 for the rest of the ranks")
@@ -78,6 +85,31 @@ def check_ranges(config: Config) -> None:
         for name, value in values.items():
             if isinstance(value, str) and "\0" in value:
                 raise UserError(f"{section}.{name} has a NUL character in it, which no name may have")
+
+
+OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw"), ("constant", "cosine", "step")
+
+
+def check_names(config: Config) -> None:
+    """What is one of some names, or stands in a module of the user's."""
+    check_choices(config.train)
+    for section, own in (("model", config.model), ("data", config.data)):
+        if own.name == "own" and own.import_ is None:
+            raise UserError(f"{section}.name own needs {section}.import, as my_package.module:object")
+
+
+def check_choices(train: Train) -> None:
+    for key, value, names in (
+        ("train.optimizer", train.optimizer, OPTIMIZERS),
+        ("train.schedule", train.schedule, SCHEDULES),
+    ):
+        if value not in names and not is_import(value):
+            raise UserError(f"{key} is {value!r}, but it must be one of {', '.join(names)}, or package.module:object")
+    for callback in train.callbacks:
+        if not is_import(callback):
+            raise UserError(f"train.callbacks has {callback!r}, but each must be package.module:function")
+    if train.loss is not None and not is_import(train.loss):
+        raise UserError(f"train.loss is {train.loss!r}, but it must be package.module:function")
 
 
 def _allowed(number: float, low: float, high: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import dacite
 import yaml
 
+from lockstep.config.check import check_choices
 from lockstep.config.schema import Config, Model
 from lockstep.errors import UserError
 
@@ -29,10 +30,10 @@ def load_config(file: str | Path | None = None, model_name: str | None = None) -
     model = values.get("model") or {}
     if not isinstance(model, dict):
         raise UserError(f"{where}: model is {model!r}, but it must be a section of keys (model: {{name: cnn}})")
-    name = model_name or model.get("name", "cnn")
+    name = model_name or model.get("name", "own" if "import" in model else "cnn")
     if name not in MODELS:
         raise UserError(f"{where}: model.name is {name!r}, but it must be one of {', '.join(MODELS)}")
-    if model_name is not None and model_name != model.get("name", "cnn"):
+    if model_name is not None and model_name != model.get("name", "own" if "import" in model else "cnn"):
         model = {}  # another model than the file's: the file's keys for it do not apply
     values = {**values, "model": {**model, "name": name}}
     return structure(values, MODELS[name], where)
@@ -43,12 +44,18 @@ def structure(values: dict[str, Any], model: type, where: str) -> Config:
     sections = {"model": model, **{f.name: f.type for f in dataclasses.fields(Config) if f.name != "model"}}
     _refuse_unknown_keys(values, sections, where)
     parts = {name: _structure_section(values.get(name) or {}, cls, name, where) for name, cls in sections.items()}
+    try:
+        check_choices(parts["train"])
+    except UserError as mistake:
+        raise UserError(f"{where}: {mistake}") from None
     return Config(**parts)
 
 
 def _structure_section(values: dict[str, Any], cls: Any, section: str, where: str) -> Any:
     options = dacite.Config(type_hooks={float: _as_float, int: _not_bool})
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    values = {field_name(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    if section == "data" and values.get("import_") is not None:
+        values = {"name": "own", **values}
     try:
         return dacite.from_dict(cls, values, options)
     except dacite.WrongTypeError as error:
@@ -65,7 +72,16 @@ def _refuse_unknown_keys(values: dict[str, Any], sections: dict[str, Any], where
 
 def valid_keys(sections: dict[str, Any]) -> list[str]:
     """`section.key` of every key, given each section's dataclass or an instance of it."""
-    return [f"{name}.{f.name}" for name, section in sections.items() for f in dataclasses.fields(section)]
+    return [f"{name}.{key_name(f.name)}" for name, section in sections.items() for f in dataclasses.fields(section)]
+
+
+def key_name(field: str) -> str:
+    """What a config calls a field: Python allows none to be called `import`."""
+    return field.removesuffix("_")
+
+
+def field_name(key: str) -> str:
+    return "import_" if key == "import" else key
 
 
 def _dotted_keys(values: dict[str, Any], sections: dict[str, Any], where: str) -> Iterator[str]:
@@ -191,5 +207,5 @@ def save_config(config: Config, file: Path) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {key_name(k): _plain(v) for k, v in value.items() if not (k == "import_" and v is None)}
     return list(value) if isinstance(value, tuple) else value

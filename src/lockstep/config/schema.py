@@ -5,7 +5,14 @@ the wrong place is an error and not a setting that nobody reads.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Suppress, arg
+
+Import = Annotated[str | None, arg(name="import")]
+"""A key called `import`, which Python allows no field to be called."""
+Args = Annotated[dict[str, Any], Suppress]
+"""What an imported object is called with: keys of a section of its own, `--model.args.width 64`."""
 
 # ---- model -------------------------------------------------------------------------------------------
 
@@ -76,7 +83,18 @@ class GPT:
     """On a GPU, gelu and its bias by a kernel of our own."""
 
 
-Model = MLP | CNN | ResNet | GPT
+@dataclass
+class Own:
+    """A model of your own: `--model.import my_package.nets:Net --model.args.width 64`."""
+
+    name: Literal["own"] = "own"
+    import_: Import = None
+    """Where it stands: package.module:class, or a function that returns an nn.Module."""
+    args: Args = field(default_factory=dict)
+    """What it is called with."""
+
+
+Model = MLP | CNN | ResNet | GPT | Own
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 
 # ---- data, training, parallelism ---------------------------------------------------------------------
@@ -86,7 +104,7 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 class Data:
     """What the model learns from."""
 
-    name: Literal["synthetic", "digits", "mnist", "cifar10", "text"] = "digits"
+    name: Literal["synthetic", "digits", "mnist", "cifar10", "text", "own"] = "digits"
     kind: Literal["images", "tokens", "regression"] | None = None
     """Kind of synthetic data. None: what the model reads."""
     path: str | None = None
@@ -101,6 +119,12 @@ class Data:
     """Classes of synthetic images; for regression, the number of outputs."""
     max_bytes: int = 8_000_000
     """How much text to read at most."""
+    import_: Import = None
+    """Data of your own: package.module:function, which returns a training and a test set."""
+    args: Args = field(default_factory=dict)
+    """What it is called with: --data.args.folder images."""
+    workers: int = 0
+    """Processes of each rank that read a Dataset ahead. 0: the rank itself, when it needs a batch."""
 
 
 @dataclass
@@ -112,16 +136,24 @@ class Train:
     """Take this many steps, whatever `epochs` says."""
     batch_size: int = 128
     """The GLOBAL batch: samples of one optimizer step, over all ranks and micro-batches."""
+    batch_per_rank: int | None = None
+    """Instead of batch_size: samples of one micro-batch on one rank. The global batch is this times `accumulation`
+    times the ranks that read different samples."""
     accumulation: int = 1
     """Micro-batches of one step; gradients are synchronized once, at the last one."""
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    loss: str | None = None
+    """Of your own: package.module:function, (outputs, targets) -> their mean. None: cross entropy, or the mean squared
+    error where targets are floating-point numbers."""
+    optimizer: str = "sgd"
+    """sgd, adam, adamw, or one of your own: package.module:class, as torch.optim:RMSprop."""
     lr: float = 0.1
     momentum: float = 0.9
     """Of sgd."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Of adam and adamw."""
     weight_decay: float = 0.0
-    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    schedule: str = "cosine"
+    """constant, cosine, step, or one of your own: package.module:function, (step, steps) -> a factor of the rate."""
     warmup_steps: int = 0
     lr_decay: float = 0.1
     """The factor of the `step` schedule at each of `lr_milestones`, and the floor of `cosine`."""
@@ -143,8 +175,17 @@ class Train:
     """The same seed gives the same run: bit by bit on the CPU, up to the order of atomic additions on a GPU."""
     evaluate_every: int = 1
     """Epochs between evaluations on the test set; 0: only at the end."""
+    evaluate_steps: int | None = None
+    """Steps between evaluations, instead of epochs."""
+    evaluate_batches: int | None = None
+    """Batches of an evaluation, at most. None: the whole test set."""
+    patience: int | None = None
+    """Stop after this many evaluations in a row without a new lowest test loss. None: never."""
     log_every: int = 10
-    """Steps between lines of metrics."""
+    """Steps between lines of metrics, each of which tells of the steps since the last."""
+    callbacks: tuple[str, ...] = ()
+    """Functions of your own, package.module:function, that rank 0 calls with (kind, step, values) at every record:
+    train, test, checkpoint, skipped."""
 
 
 @dataclass

@@ -10,6 +10,8 @@ from lockstep.data.cifar10 import load_cifar10
 from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, Windows
 from lockstep.data.digits import load_digits
 from lockstep.data.mnist import load_mnist
+from lockstep.data.own import Mapped, Streamed, first_of, load_own
+from lockstep.data.reading import Reader
 from lockstep.data.sampler import Sampler, read_share
 from lockstep.data.synthetic import make_synthetic
 from lockstep.data.text import load_text
@@ -20,6 +22,7 @@ READS: dict[str, tuple[Kind, ...]] = {
     "cnn": ("images",),
     "resnet": ("images",),
     "gpt": ("tokens",),
+    "own": ("images", "tokens", "regression", "other"),
 }
 """Which kinds of data each model reads; the first is its synthetic default."""
 
@@ -27,6 +30,7 @@ SETS_BY_KIND = {
     "images": "digits, mnist, cifar10, synthetic",
     "tokens": "text, synthetic",
     "regression": "synthetic",
+    "other": "own",
 }
 
 
@@ -36,6 +40,8 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
     context = config.model.context if isinstance(config.model, GPT) else 128
     if data.name == "synthetic":
         dataset = _synthetic(config, context, device)
+    elif data.name == "own":
+        dataset = load_own(data)
     elif data.name == "digits":
         dataset = load_digits()
     elif data.name == "mnist":
@@ -45,6 +51,11 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
     else:
         dataset = load_text(None if data.path is None else path, context, data.max_bytes)
     kinds = READS[config.model.name]
+    if isinstance(config.model, GPT) and data.name == "own" and dataset.spec.shape != (config.model.context,):
+        raise UserError(
+            f"model.context is {config.model.context}, and samples of data.import {data.import_} are of shape "
+            f"{dataset.spec.shape}; make them alike"
+        )
     if dataset.spec.kind not in kinds:
         fitting = "; ".join(f"data.name {SETS_BY_KIND[kind]} ({kind})" for kind in kinds)
         raise UserError(
@@ -74,12 +85,16 @@ __all__ = [
     "Batch",
     "DataSet",
     "DataSpec",
+    "Mapped",
+    "Reader",
     "Sampler",
     "Samples",
     "Share",
     "Split",
+    "Streamed",
     "Windows",
     "build_data",
+    "first_of",
     "make_synthetic",
     "read_share",
     "shard_batch",

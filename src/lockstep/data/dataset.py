@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.data.batch import Batch
 
-Kind = Literal["images", "tokens", "regression"]
+Kind = Literal["images", "tokens", "regression", "other"]
 
 
 @dataclass(frozen=True)

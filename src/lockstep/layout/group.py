@@ -24,6 +24,10 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     """torch's; None for a rank alone."""
 
+    def __deepcopy__(self, _: object) -> "Group":
+        """A copy of a module that is cut communicates with the same ranks."""
+        return self
+
     @property
     def native(self) -> dist.ProcessGroup:
         """For torch's own functions, where there is somebody to communicate with."""

@@ -44,6 +44,6 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
     rows = Share(0, degrees.replicate * degrees.shard).of(train.batch_size)
     inputs = torch.empty((rows.stop - rows.start, *spec.shape), dtype=torch.int64 if spec.kind == "tokens" else None)
     batch = Batch(inputs, inputs)
-    loss = loss_for(spec.kind)
+    loss = loss_for(spec.kind, train.loss)
     found = traffic_by_axis(model, FirstRank(degrees), parallel, loss, batch, train.accumulation, compute=compute)
     return added(found.values())

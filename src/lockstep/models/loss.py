@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.config.own import imported
 from lockstep.data.batch import IGNORED
 from lockstep.data.dataset import Kind
+from lockstep.errors import UserError
 from lockstep.models.kernels import usable_on
 
 MANY_CLASSES = 1024
@@ -25,11 +27,28 @@ def cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def squared_error_sum(outputs: Tensor, targets: Tensor) -> Tensor:
     """Sum over samples of the mean squared error of a sample's outputs."""
-    return F.mse_loss(outputs, targets, reduction="sum") / targets.shape[1]
+    return F.mse_loss(outputs, targets, reduction="sum") / targets[0].numel()
 
 
-def loss_for(kind: Kind) -> LossSum:
+def loss_for(kind: Kind, own: str | None = None) -> LossSum:
+    """`own`: where a user's stands."""
+    if own is not None:
+        return OwnLoss(own)
     return squared_error_sum if kind == "regression" else cross_entropy_sum
+
+
+class OwnLoss:
+    """A user's loss, a mean over samples (or over tokens that are not padding), as a sum."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.mean = path, imported(path, "train.loss")
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean = self.mean(outputs, targets)
+        if not isinstance(mean, Tensor) or mean.dim():
+            raise UserError(f"train.loss {self.path} must return one number, the mean of the losses, as a tensor")
+        count = len(targets) if targets.is_floating_point() else (targets != IGNORED).sum()
+        return mean * count
 
 
 def with_correct_count(loss: LossSum) -> Measure:
@@ -58,6 +77,6 @@ def fused_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 def correct_count(outputs: Tensor, targets: Tensor) -> Tensor:
     """How many targets the largest output names; 0 for regression."""
-    if targets.is_floating_point():
+    if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:  # the latter of a user's own
         return torch.zeros((), device=outputs.device)
     return (outputs.detach().argmax(-1) == targets).sum()

@@ -23,7 +23,7 @@ from lockstep.profile.diagnosis import DATA, STEP, Diagnosis, busy_spans, diagno
 from lockstep.profile.regions import named_blocks
 from lockstep.profile.trace import RankTrace, clock_offset_us, collective_events, merged, write_trace
 from lockstep.training.metrics import writing_to
-from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.prepare import load_head, prepare_strategy
 
 
 @dataclass
@@ -47,7 +47,7 @@ def profile_steps(
     on_gpu = world.device.type == "cuda"
     if snapshot is not None and not on_gpu:
         raise UserError("--memory-snapshot shows a GPU's memory, and these ranks run on the CPU; leave it out")
-    dataset = load_data(world, config)
+    dataset = load_head(world, config)
     strategy = prepare_strategy(world, config, dataset)
     strategy.ledger.sees_ends = True
     batches = full_batches(config, dataset)

@@ -15,7 +15,7 @@ from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.schedule import Instruction
 from lockstep.parallel.schedule_clock import Span, Timetable
 from lockstep.strategies.pipeline import PipelineWorker
-from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.prepare import load_head, prepare_strategy
 
 Spans = list[tuple[Instruction, float, float]]
 
@@ -37,7 +37,7 @@ def measure(world: World, schedule: str, micro_batches: int, chunks: int) -> Tim
 
 def measure_config(world: World, config: Config) -> Timetable:
     """The same of a config's model, with its data engine, as the first pipeline of its ranks has carried it out."""
-    dataset = load_data(world, config)
+    dataset = load_head(world, config)
     strategy = prepare_strategy(world, config, dataset)
     worker = strategy.worker
     assert isinstance(worker, PipelineWorker)

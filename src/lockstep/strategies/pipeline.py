@@ -119,6 +119,9 @@ class PipelineWorker(Worker):
             stack.enter_context(self.phases("forward" if instruction.kind == "forward" else "backward"))
             if instruction.kind == "forward":
                 stack.enter_context(self.precision())
+                if batches[instruction.micro_batch].filler:  # it leaves running statistics alone
+                    self.stage.eval()
+                    stack.callback(self.stage.train)
             return stack
 
         shapes = tuple(tuple(b.inputs.shape) for b in batches)

@@ -1,5 +1,7 @@
 """How good the model is on data that it has not seen, each rank computing its share."""
 
+from itertools import islice
+
 import torch
 
 from lockstep.comm.collectives import all_reduce
@@ -10,14 +12,16 @@ from lockstep.strategies import ParallelModel
 EVALUATION_BATCH = 512
 
 
-def evaluate(strategy: ParallelModel, split: Split, batch_size: int = EVALUATION_BATCH) -> tuple[float, float] | None:
-    """(mean loss, accuracy) over `split`; None if some rank was asked to stop meanwhile."""
+def evaluate(
+    strategy: ParallelModel, split: Split, batch_size: int = EVALUATION_BATCH, batches: int | None = None
+) -> tuple[float, float] | None:
+    """(mean loss, accuracy) over `split`, or its first `batches`; None if some rank was asked to stop meanwhile."""
     share = strategy.batch_share()
     sums = torch.zeros(3, dtype=torch.float64, device=strategy.world.device)
     strategy.synchronize_buffers()
     strategy.model.eval()
     stopped = False
-    for indices in Sampler(len(split), batch_size, shuffle=False).epoch(0):
+    for indices in islice(Sampler(len(split), batch_size, shuffle=False).epoch(0), batches):
         stopped = strategy.stop_requested
         if strategy.layout.norm.size > 1:  # all ranks leave at the same batch: forward itself may communicate
             stopped = any_rank(stopped, strategy.world.device, strategy.layout.norm)

@@ -15,15 +15,17 @@ from rich.markup import escape
 
 from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.checkpoint.manifest import MANIFEST, read_run
-from lockstep.comm.ledger import Ledger, Mark, mark, seconds_between
+from lockstep.comm.ledger import Ledger, Mark, mark
 from lockstep.config import GPT, Config, check_ranges, save_config
-from lockstep.data import Batch, DataSet, Sampler, read_share
+from lockstep.config.own import imported
+from lockstep.data import Batch, DataSet, Reader
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.measure.peak import peak_flops, slow_bf16
 from lockstep.results.record import Record
 from lockstep.strategies import ParallelModel, StepResult, strategy_name
 from lockstep.strategies.nonfinite import locate_nonfinite
+from lockstep.strategies.pipeline import micro_batches_of
 from lockstep.strategies.step import Phases
 from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
 from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
@@ -32,6 +34,7 @@ from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.training.run_folder import CONFIG, choose_folder, locked
 from lockstep.training.status import StatusBar
 from lockstep.training.stopping import stopping_in_good_order
+from lockstep.training.window import Spent, Window, peak_memory
 from lockstep.words import counted
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -61,6 +64,15 @@ class TrainResult:
     folder: Path | None = None
     resumed_at: int = 0
     """The step that it went on from."""
+    spent: Spent = field(default_factory=Spent)
+    rate: str = ""
+    """Mean throughput, without evaluation and saving."""
+    best: tuple[float, int] | None = None
+    """The lowest test loss, and after which step."""
+    memory: int = 0
+    """Bytes, at most, of this rank."""
+    gave_up: bool = False
+    """`train.patience` evaluations in a row have found nothing better."""
 
 
 def train(
@@ -155,36 +167,46 @@ class Run:
     ) -> None:
         self.world, self.config, self.dataset, self.strategy = world, config, dataset, strategy
         self.metrics = MetricsWriter(None)
+        told = config.train.callbacks if world.is_main else ()
+        self.callbacks = [imported(path, "train.callbacks") for path in told]
         self.checkpoints, self.quiet, self.stopped = checkpoints, quiet, False
         found = Console(quiet=quiet)
         self.console = found if found.is_terminal else Console(quiet=quiet, width=160)
-        self.sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
-        planned = config.train.epochs * self.sampler.steps_per_epoch
-        self.total_steps = config.train.steps or planned
+        train = config.train
+        share, workers = strategy.batch_share(), config.data.workers
+        self.reader = Reader(dataset.train, train.batch_size, train.seed, share, workers)
+        if self.reader.steps_per_epoch is None and train.steps is None:
+            raise UserError(f"{dataset.name} is a stream, in which nobody knows where it ends; give --train.steps")
+        self.total_steps = train.steps or train.epochs * (self.reader.steps_per_epoch or 0)
+        self.steps_per_epoch = self.reader.steps_per_epoch or self.total_steps
         self.steps_done = self.resumed_at = 0
         self.skipped_in_a_row = 0
         self.unseen: deque[Issued] = deque()
         """Steps that have been issued and not been looked at."""
         self.ahead = steps_ahead(world.device) if strategy.loss_scale is None else 0  # fp16's host waits in any case
         """How many there may be."""
-        self.status, self.status_step = "", 0
-        self.bar = StatusBar(self.total_steps, self.console, quiet)
+        self.status = ""
+        self.bar = StatusBar(self.total_steps, -(-self.total_steps // self.steps_per_epoch), self.console, quiet)
         self.losses: list[float] = []
         self.is_gpt = isinstance(config.model, GPT)
         self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.is_gpt else (0.0, "")
-        self._window_start = mark(world.device)
-        self._window_samples = 0
+        self.window, self.spent = Window(mark(world.device)), Spent()
+        self.best: tuple[float, int] | None = None
+        self.evaluated: tuple[int, float, float] | None = None
+        """The last evaluation: after which step, loss, accuracy."""
+        self.without_better = 0
+        self.gave_up = False
 
     def train(self) -> TrainResult:
         self._announce()
         start = time.perf_counter()
-        epoch = self.steps_done // self.sampler.steps_per_epoch
+        epoch = self.steps_done // self.steps_per_epoch
         with self.bar:
-            while self.steps_done < self.total_steps and not self.stopped:
+            while not self._is_over():
                 self._train_epoch(epoch)
                 epoch += 1
-                every = self.config.train.evaluate_every
-                if every and epoch % every == 0 and self.steps_done < self.total_steps:
+                every = 0 if self.config.train.evaluate_steps else self.config.train.evaluate_every
+                if every and epoch % every == 0 and self.steps_done < self.total_steps and not self.gave_up:
                     self._look()
                     if not self.stopped:
                         self._evaluate(epoch)
@@ -193,7 +215,11 @@ class Run:
             test_loss = test_accuracy = nan
         else:
             self.strategy.finish()
-            test_loss, test_accuracy = self._evaluate(epoch)
+            seen = self.evaluated
+            if seen is not None and seen[0] == self.steps_done and self.strategy.is_exact:
+                _, test_loss, test_accuracy = seen
+            else:
+                test_loss, test_accuracy = self._evaluate(epoch)
         not_saved = None
         if self.checkpoints is not None and (self.stopped or self.config.checkpoint.every):
             self._save(wait=True)
@@ -210,24 +236,37 @@ class Run:
             is_main=self.world.is_main,
             stopped=self.stopped,
             not_saved=not_saved,
+            spent=self.spent,
+            rate=self._rate(self.spent.samples_per_second),
+            best=self.best,
+            memory=peak_memory(self.world.device),
+            gave_up=self.gave_up,
         )
+
+    def _is_over(self) -> bool:
+        return self.steps_done >= self.total_steps or self.stopped or self.gave_up
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def _course(self) -> dict[str, Any]:
         """What the data's position depends on."""
         train = self.config.train
-        return {"batch_size": train.batch_size, "seed": train.seed, "samples": len(self.dataset.train)}
+        return {"batch_size": train.batch_size, "seed": train.seed, "samples": self.reader.samples or 0}
 
     def _save(self, wait: bool = False) -> None:
         assert self.checkpoints is not None
+        self._look()  # a window ends here: what follows is not training
+        self._close_window(mark(self.world.device))
+        start = time.perf_counter()
         self.checkpoints.save(self.strategy, {"step": self.steps_done, **self._course()}, wait)
+        self.spent.saving += time.perf_counter() - start
+        self.window.start = mark(self.world.device)
         self._tell_problem()
 
     def _tell_problem(self) -> None:
         if self.checkpoints is not None and self.checkpoints.problem is not None:
             self.console.print(f"[yellow]{escape(self.checkpoints.problem)}[/]; training goes on", soft_wrap=True)
-            self.metrics.write("checkpoint", self.steps_done, {"problem": self.checkpoints.problem})
+            self._record("checkpoint", self.steps_done, {"problem": self.checkpoints.problem})
             self.checkpoints.problem = None
 
     def resume(self, source: Path) -> None:
@@ -249,13 +288,14 @@ class Run:
 
     def _announce(self) -> None:
         world, config = self.world, self.config
+        size = "a stream" if self.reader.samples is None else f"{self.reader.samples:,} samples"
         self.console.print(
             f"[bold]{config.model.name}[/] ({self.strategy.parameters:,} parameters) on "
-            f"[bold]{self.dataset.name}[/] ({len(self.dataset.train):,} samples), strategy "
+            f"[bold]{escape(self.dataset.name)}[/] ({size}), strategy "
             f"[bold]{strategy_name(config.parallel)}[/], {counted(world.size, 'rank')} "
-            f"on {world.device.type} ({world.backend}), "
-            f"global batch {config.train.batch_size}, {config.train.precision}"
+            f"on {world.device.type} ({world.backend}), {config.train.precision}"
         )
+        self.console.print(f"{batch_in_words(config, self.strategy)}, {counted(self.total_steps, 'step')}")
         for line in slow_bf16(world.device.type, config.train.precision):
             self.console.print(f"[yellow]{line}[/]")
         if self.is_gpt:
@@ -263,13 +303,13 @@ class Run:
             self.console.print(f"MFU: matrix products of the model, of a peak of {peak}")
 
     def _train_epoch(self, epoch: int) -> None:
-        share = self.strategy.batch_share()
         self.strategy.model.train()
-        for indices in self.sampler.epoch(epoch, self.steps_done - epoch * self.sampler.steps_per_epoch):
-            if self.steps_done >= self.total_steps or self.stopped:
-                break
+        batches = self.reader.epoch(epoch, self.steps_done - epoch * self.steps_per_epoch)
+        while not self._is_over():
             read_start = time.perf_counter()
-            batch = read_share(self.dataset.train, indices, share)
+            samples, batch = next(batches, (0, None))
+            if batch is None:
+                break
             data_seconds = time.perf_counter() - read_start
             lr = learning_rate(self.config.train, self.steps_done, self.total_steps)
             self.strategy.set_learning_rate(lr)
@@ -278,10 +318,16 @@ class Run:
             self.steps_done += 1
             phases, ledger = copy(self.strategy.phases), copy(self.strategy.ledger)  # the next step begins new ones
             self.unseen.append(
-                Issued(self.steps_done, epoch, len(indices), batch, lr, data_seconds, result, end, phases, ledger)
+                Issued(self.steps_done, epoch, samples, batch, lr, data_seconds, result, end, phases, ledger)
             )
             self._look(self.ahead)
-            self.bar.show(self.steps_done, self.status)
+            self.bar.show(self.steps_done, epoch + 1, self.status)
+            evaluate_steps = self.config.train.evaluate_steps
+            if evaluate_steps and self.steps_done % evaluate_steps == 0 and self.steps_done < self.total_steps:
+                self._look()
+                if not self.stopped:
+                    self._evaluate(epoch + 1)
+                    self.strategy.model.train()
             every = self.config.checkpoint.every
             if every and self.steps_done % every == 0 and self.steps_done < self.total_steps and not self.stopped:
                 self._save()
@@ -293,34 +339,52 @@ class Run:
             step = self.unseen.popleft()
             self._guard(step)
             self.stopped = self.stopped or step.result.stop
-            self._window_samples += step.samples
+            numbers = step.result.numbers()
+            told = {"loss": step.result.loss, "accuracy": step.result.accuracy, "grad_norm": numbers.grad_norm}
+            self.window.add(step.samples, told | step_breakdown(step.phases, step.ledger, step.data_seconds))
             if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
-                self.status, self.status_step = self._log(step), step.number
+                self._log(step)
 
-    def _log(self, step: Issued) -> str:
-        """Write one record; return its short form for the progress bar. Every rank reads the loss: it is a sum."""
-        loss, accuracy = step.result.loss, step.result.accuracy
-        self.losses.append(loss)
-        # By the device's clock: the host looks at a step later, and not always equally late.
-        samples_per_second = self._window_samples / seconds_between(self._window_start, step.end)
-        self._window_start, self._window_samples = step.end, 0
-        values: dict[str, Any] = {"epoch": step.epoch + 1, "loss": loss, "lr": step.lr}
-        words = [f"loss {loss:.4f}"]
+    def _log(self, step: Issued) -> None:
+        """One record, and one line, of the steps since the last one."""
+        means, rate = self.window.means(), self.window.samples_per_second(step.end)
+        self.losses.append(means["loss"])
+        values: dict[str, Any] = {"epoch": step.epoch + 1, "loss": means["loss"], "lr": step.lr}
+        words = [f"loss {means['loss']:.4f}"]
         if self.dataset.spec.kind != "regression":
-            values["accuracy"] = accuracy
-            words.append(f"acc {accuracy:.1%}")
-        values |= {"grad_norm": step.result.numbers().grad_norm, "samples_per_s": samples_per_second}
+            values["accuracy"] = means["accuracy"]
+            words.append(f"acc {means['accuracy']:.1%}")
+        values |= {"grad_norm": means["grad_norm"], "samples_per_s": rate}
+        self.status = f"{words[0]}  {self._rate(rate)}"
+        words += [f"norm {means['grad_norm']:.3g}", f"lr {step.lr:.2e}", self._rate(rate)]
         if self.is_gpt:
-            values["tokens_per_s"] = samples_per_second * self.dataset.spec.shape[0]
-            values["mfu"] = samples_per_second * self.strategy.flops_per_sample / (self.world.size * self.peak)
-            words.append(f"{values['tokens_per_s']:,.0f} tokens/s  MFU {values['mfu']:.1%}")
-        else:
-            words.append(f"{samples_per_second:,.0f} samples/s")
-        breakdown = step_breakdown(step.phases, step.ledger, step.data_seconds)
-        values |= breakdown
-        words.append(" ".join(f"{name.removesuffix('_ms')} {ms:.1f}" for name, ms in breakdown.items()) + " ms")
-        self.metrics.write("train", step.number, values)
-        return "  ".join(words)
+            values["tokens_per_s"] = rate * self.dataset.spec.shape[0]
+        if self.peak:
+            values["mfu"] = rate * self.strategy.flops_per_sample / (self.world.size * self.peak)
+            words.append(f"MFU {values['mfu']:.1%}")
+        values |= {name: means[name] for name in means if name.endswith("_ms")}
+        values["exposed_share"] = self.window.exposed_share(step.end)
+        values["memory_bytes"] = peak_memory(self.world.device)
+        words += [f"exposed {values['exposed_share']:.1%}", f"memory {values['memory_bytes'] / 2**30:.2f} GiB"]
+        self._record("train", step.number, values)
+        self._close_window(step.end)
+        if not self.console.is_terminal:
+            self.console.print(f"step {step.number:>6}  epoch {step.epoch + 1:>3}  {'  '.join(words)}", soft_wrap=True)
+
+    def _rate(self, samples_per_second: float) -> str:
+        if self.is_gpt:
+            return f"{samples_per_second * self.dataset.spec.shape[0]:,.0f} tokens/s"
+        return f"{samples_per_second:,.0f} samples/s"
+
+    def _close_window(self, end: Mark) -> None:
+        if self.window.steps:
+            self.spent.add(self.window, end)
+        self.window = Window(end)
+
+    def _record(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        self.metrics.write(kind, step, values)
+        for callback in self.callbacks:
+            callback(kind, step, dict(values))
 
     def _guard(self, step: Issued) -> None:
         """All ranks have skipped a non-finite step together: say where it came from, and stop when it does not end."""
@@ -333,7 +397,7 @@ class Run:
         self.skipped_in_a_row += 1
         where = locate_nonfinite(self.strategy, step.batch)
         self.console.print(f"[yellow]step {step.number}: not finite, skipped on all ranks[/] ({escape(where)})")
-        self.metrics.write("skipped", step.number, {"where": where})
+        self._record("skipped", step.number, {"where": where})
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"loss or gradients were not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
@@ -344,7 +408,11 @@ class Run:
         """Mean loss and accuracy over the whole test set, each rank computing its share."""
         train = self.config.train
         fits = max(1, train.batch_size // train.accumulation) if self.is_gpt else EVALUATION_BATCH  # logits are large
-        found = evaluate(self.strategy, self.dataset.test, fits)
+        self._close_window(mark(self.world.device))
+        start = time.perf_counter()
+        found = evaluate(self.strategy, self.dataset.test, fits, train.evaluate_batches)
+        self.spent.evaluation += time.perf_counter() - start
+        self.window.start = mark(self.world.device)
         if found is None:
             self.stopped = True
             return nan, nan
@@ -354,9 +422,26 @@ class Run:
         if self.dataset.spec.kind != "regression":
             values["accuracy"] = accuracy
             words += f", accuracy {accuracy:.2%}"
-        self.metrics.write("test", self.steps_done, values)
-        if self.status and not self.console.is_terminal:
-            self.console.print(f"epoch {epoch:>3}  step {self.status_step:>6}  train {self.status}")
-        self.console.print(f"epoch {epoch:>3}  step {self.steps_done:>6}  test {words}")
-        self._window_start, self._window_samples = mark(self.world.device), 0
+        self._record("test", self.steps_done, values)
+        self.evaluated = self.steps_done, loss, accuracy
+        if self.best is None or loss < self.best[0]:
+            self.best, self.without_better = (loss, self.steps_done), 0
+        else:
+            self.without_better += 1
+            patience = self.config.train.patience
+            self.gave_up = patience is not None and self.without_better >= patience
+        self.console.print(f"step {self.steps_done:>6}  epoch {epoch:>3}  test {words}")
         return loss, accuracy
+
+
+def batch_in_words(config: Config, strategy: ParallelModel) -> str:
+    """global batch 512 = 64 per rank x 2 micro-batches x 4 ranks"""
+    total, ranks, micro = config.train.batch_size, strategy.layout.batch.size, config.train.accumulation
+    if config.parallel.pp > 1:
+        micro = micro_batches_of(config.parallel, micro)
+    per_rank, left = divmod(total, ranks * micro)
+    parts = [f"{per_rank} per rank", *([f"{micro} micro-batches"] if micro > 1 else []), counted(ranks, "rank")]
+    if left:
+        over = f"{micro} micro-batches of each of " if micro > 1 else ""
+        return f"global batch {total} over {over}{counted(ranks, 'rank')}, as evenly as it goes"
+    return f"global batch {total} = {' x '.join(parts)}"

@@ -9,15 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Train
+from lockstep.config.own import called, imported, is_import, only_taken
+from lockstep.errors import UserError
 
 
 def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     parameters = of_one_mesh_each(list(parameters)) or [nn.Parameter(torch.empty(0))]  # torch refuses an empty list
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
+    if is_import(train.optimizer):
+        return own_optimizer(train, parameters)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
     fused = should_fuse(parameters) or None  # None: PyTorch's own default
     return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)
+
+
+def own_optimizer(train: Train, parameters: list[Any]) -> torch.optim.Optimizer:
+    """It is given what it has a parameter for of lr, momentum, betas and weight_decay."""
+    make = imported(train.optimizer, "train.optimizer")
+    offered = {name: getattr(train, name) for name in ("lr", "momentum", "betas", "weight_decay")}
+    made = called(train.optimizer, "train.optimizer", only_taken(make, offered), parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"train.optimizer {train.optimizer} must give an Optimizer, and gave {type(made).__name__}")
+    return made
 
 
 def of_one_mesh_each(parameters: list[Any]) -> list[Any]:
@@ -47,6 +61,8 @@ def learning_rate(train: Train, step: int, total_steps: int) -> float:
     """The rate of step 0, 1, ...: linear warm-up, then constant, cosine down to `lr_decay`, or steps."""
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
+    if is_import(train.schedule):
+        return train.lr * float(imported(train.schedule, "train.schedule")(step, total_steps))
     progress = (step - train.warmup_steps) / max(1, total_steps - train.warmup_steps)
     if train.schedule == "cosine":
         return train.lr * (train.lr_decay + (1 - train.lr_decay) * 0.5 * (1 + cos(pi * min(1.0, progress))))

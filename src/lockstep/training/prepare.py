@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from lockstep.config import GPT, Config
-from lockstep.data import DataSet, DataSpec, build_data
+from lockstep.config import GPT, Config, Own
+from lockstep.data import DataSet, DataSpec, Streamed, build_data, first_of
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config
-from lockstep.models import build_model, training_flops
+from lockstep.models import build_model, check_outputs, training_flops
 from lockstep.models.deferred import Deferred, seeded
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
@@ -29,7 +30,7 @@ from lockstep.training.optimizer import optimizer_factory
 def options_for(config: Config, dataset: DataSet) -> Options:
     train = config.train
     return Options(
-        loss=loss_for(dataset.spec.kind),
+        loss=loss_for(dataset.spec.kind, train.loss),
         make_optimizer=optimizer_factory(train),
         parallel=config.parallel,
         accumulation=train.accumulation,
@@ -39,7 +40,7 @@ def options_for(config: Config, dataset: DataSet) -> Options:
         recompute=train.recompute,
         recompute_every=train.recompute_every,
         batch_size=train.batch_size,
-        example=dataset.train.batch(torch.zeros(1, dtype=torch.long)).inputs,
+        example=first_of(dataset.train).inputs,
         save_trained_only=config.lora.rank > 0,
     )
 
@@ -59,6 +60,14 @@ def load_data(world: World, config: Config) -> DataSet:
         dist.barrier(group=patient)
     dist.destroy_process_group(patient)
     assert dataset is not None
+    return dataset
+
+
+def load_head(world: World, config: Config) -> DataSet:
+    """For some steps only: of a stream, what a few batches need."""
+    dataset = load_data(world, config)
+    if isinstance(dataset.train, Streamed):
+        return replace(dataset, train=dataset.train.head(2 * config.train.batch_size))
     return dataset
 
 
@@ -117,6 +126,8 @@ def check_device(world: World, config: Config) -> None:
 def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.Module | None = None) -> ParallelModel:
     """The model of the config (a copy of `plain` with what was asked for), spread as the config says."""
     check_device(world, config)
+    if isinstance(config.model, Own):
+        check_outputs(config.model, dataset.spec, config.train.loss)
     # A CPU without units for bf16 computes all the same; torch tells of it with pages of its own frames.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     build = partial(prepared_model, config, dataset.spec, plain)
@@ -124,7 +135,7 @@ def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.M
     layout = make_layout(world, config.parallel)
     strategy = parallelize(build() if given_whole else Deferred(build), layout, options_for(config, dataset))
     with torch.device("meta"):
-        strategy.flops_per_sample = training_flops(build_model(config.model, dataset.spec))
+        strategy.flops_per_sample = training_flops(build_model(config.model, dataset.spec), dataset.spec)
     return strategy
 
 

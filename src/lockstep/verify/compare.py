@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Parallel
+from lockstep.config.own import imported
 from lockstep.data import IGNORED, Batch
 from lockstep.layout import Held, Region, World
 from lockstep.layout.region import uncovered
@@ -102,7 +103,10 @@ class Reference:
     def _take(self, batch: Batch) -> Moment:
         self._optimizer.zero_grad()
         outputs, targets = self._model(batch.inputs), batch.targets
-        if self.scenario.spec.kind == "regression":
+        own = self.scenario.config.train.loss if self.scenario.config is not None else None
+        if own is not None:
+            loss = imported(own, "train.loss")(outputs, targets)
+        elif self.scenario.spec.kind == "regression":
             loss = F.mse_loss(outputs, targets)
         else:
             loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
@@ -125,7 +129,7 @@ def compare(
     """Run a strategy beside the reference. Returns the worst differences and the strategy, as it is after the last."""
     world, scenario = reference.world, reference.scenario
     options = Options(
-        loss=loss_for(scenario.spec.kind),
+        loss=loss_for(scenario.spec.kind, scenario.config.train.loss if scenario.config is not None else None),
         make_optimizer=reference.make_optimizer,
         parallel=parallel,
         accumulation=scenario.accumulation,

@@ -6,7 +6,7 @@ import torch
 from rich.progress import Progress
 
 from lockstep.comm.ledger import Traffic
-from lockstep.config import Model, Parallel
+from lockstep.config import Config, Model, Parallel
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.strategies import STRATEGIES, ParallelModel, degrees_of, strategy_named
@@ -19,7 +19,7 @@ from lockstep.strategies.theory import Theory, added
 from lockstep.strategies.traffic import traffic_by_axis
 from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
 from lockstep.verify.laws import check_law
-from lockstep.verify.scenarios import Scenario, cut_scenarios, saver_scenarios, scenarios_for
+from lockstep.verify.scenarios import Scenario, cut_scenarios, own_scenarios, saver_scenarios, scenarios_for
 from lockstep.words import counted
 
 BUCKET_MB = 0.01
@@ -59,6 +59,8 @@ class Request:
     precision: str = "fp64"
     savers: bool = False
     """Verify activation checkpointing and LoRA with each strategy, instead of the plain scenarios."""
+    own: Config | None = None
+    """Verify with this config's model, data and loss, where they are the user's own."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -87,6 +89,8 @@ def scenarios_of(request: Request, parallel: Parallel) -> list[Scenario]:
     """In which situations a strategy is verified."""
     if request.savers:
         return saver_scenarios(request.model)
+    if request.own is not None:
+        return own_scenarios(request.own)
     if all(degree == 1 for degree in model_degrees(parallel).values()):
         return scenarios_for(request.model)
     positions = 2 * parallel.cp * CHUNK if "cp" in parallel.native else 1

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from lockstep.config import CNN, GPT, Model, ResNet, Train
-from lockstep.data import IGNORED, READS, Batch, DataSpec
+from lockstep.config import CNN, GPT, Config, Model, Own, ResNet, Train
+from lockstep.data import IGNORED, READS, Batch, DataSet, DataSpec, Streamed, build_data
 from lockstep.errors import UserError
-from lockstep.models import build_model
+from lockstep.models import build_model, check_outputs, own_model
 from lockstep.models.deferred import seeded
 from lockstep.models.lora import add_lora
 from lockstep.parallel.recompute import Recompute
@@ -33,9 +33,13 @@ class Scenario:
     """Mask a different number of targets in each sample, so that ranks count different tokens."""
     recompute: Recompute = "none"
     lora_rank: int = 0
+    config: Config | None = None
+    """Of the user's own: its data and its loss."""
 
     @property
     def spec(self) -> DataSpec:
+        if self.config is not None:
+            return own_data(self.config).spec
         kind = READS[self.model.name][0]
         if kind == "tokens":
             assert isinstance(self.model, GPT)
@@ -52,12 +56,15 @@ class Scenario:
 
     def train(self, optimizer: str) -> Train:
         lr = 0.05 if optimizer == "sgd" else 1e-3
-        return Train(optimizer=optimizer, lr=lr, weight_decay=0.01)  # type: ignore[arg-type]
+        return Train(optimizer=optimizer, lr=lr, weight_decay=0.01)
 
     def global_batch(self, step: int) -> Batch:
         """The whole global batch of a step: the same on every rank, another one at every step."""
         generator = torch.Generator().manual_seed(7919 * step + 13)
         size = self.batch_sizes[step % len(self.batch_sizes)]
+        if self.config is not None:
+            split = own_data(self.config).train
+            return split.batch(torch.randint(len(split), (size,), generator=generator))
         spec = self.spec
         if spec.kind == "tokens":
             inputs = torch.randint(spec.classes, (size, *spec.shape), generator=generator)
@@ -70,6 +77,41 @@ class Scenario:
             lengths = torch.randint(1, spec.shape[0] + 1, (size, 1), generator=generator)
             targets[torch.arange(spec.shape[0]) >= lengths] = IGNORED
         return Batch(inputs, targets)
+
+
+_loaded: dict[str, DataSet] = {}
+
+
+def own_data(config: Config) -> DataSet:
+    """Loaded once; of a stream, its first samples."""
+    key = repr(config)
+    if key not in _loaded:
+        with torch.device("cpu"):  # also where a model is being built on the meta device
+            dataset = build_data(config)
+            if isinstance(dataset.train, Streamed):
+                dataset = replace(dataset, train=dataset.train.head(256))
+        _loaded[key] = dataset
+    return _loaded[key]
+
+
+def own_scenarios(config: Config) -> list[Scenario]:
+    """The user's model on the user's data, even, uneven, and accumulated."""
+    if isinstance(config.model, Own):
+        check_outputs(config.model, own_data(config).spec, config.train.loss)
+        with torch.device("meta"):
+            model = own_model(config.model)
+        batch_norms = [n for n, part in model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+        if batch_norms:
+            raise UserError(
+                f"{batch_norms[0]} is a BatchNorm, which takes its statistics from each rank's own samples, so no "
+                f"data-parallel run equals one process; use a GroupNorm or LayerNorm to verify with"
+            )
+    model_config = config.model
+    return [
+        Scenario("even", model_config, (16,), config=config),
+        Scenario("uneven", model_config, (13, 6, 1), config=config),
+        Scenario("accumulated", model_config, (12, 7), accumulation=3, clip_norm=0.1, config=config),
+    ]
 
 
 def saver_scenarios(model: Model | None) -> list[Scenario]:
