@@ -11,7 +11,7 @@ from tests.browser import Browser, chromium
 def test_it_draws_in_the_terminal_and_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, file in (("1f1b", "a.svg"), ("interleaved", "b.png")):
         chunks = ["--chunks", "2"] if name == "interleaved" else []
-        command = ["schedule", name, "--stages", "4", "--micro-batches", "8", *chunks, "--output", str(tmp_path / file)]
+        command = ["schedule", name, "--stages", "4", "--micro-batches", "8", *chunks, "--out", str(tmp_path / file)]
         assert main(command) == 0
         assert (tmp_path / file).stat().st_size > 5000
     out = capsys.readouterr().out
@@ -28,7 +28,7 @@ def test_a_configs_own_steps_stand_beside_theory(tmp_path: Path, capsys: pytest.
     """Also with data parallelism: the first pipeline of two, each of two stages, of which the first recomputes."""
     small = ["--model.d-model", "32", "--model.layers", "2", "--model.context", "16", "--data.name", "synthetic"]
     flags = ["--parallel.recompute-stages", "0", "--train.recompute", "full", "--nproc", "4", "--oversubscribe"]
-    drawn = ["--run", "--output", str(tmp_path / "step.svg"), "--device", "cpu"]
+    drawn = ["--run", "--out", str(tmp_path / "step.svg"), "--device", "cpu"]
     assert main(["schedule", "configs/gpt_pp.yaml", *small, *flags, *drawn]) == 0
     out = capsys.readouterr().out
     assert "1f1b, 2 stages, 8 micro-batches" in out
@@ -42,7 +42,7 @@ def test_a_real_run_stands_beside_it_on_a_page_that_steps_through_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "zb.html"
-    flags = ["--stages", "2", "--micro-batches", "4", "--run", "--device", "cpu", "--output", str(page)]
+    flags = ["--stages", "2", "--micro-batches", "4", "--run", "--device", "cpu", "--out", str(page)]
     assert main(["schedule", "zb-h1", *flags]) == 0
     assert "measured: a step takes" in capsys.readouterr().out
     with Browser() as browser:
@@ -64,7 +64,7 @@ def test_a_real_run_stands_beside_it_on_a_page_that_steps_through_time(
         (["schedule", "interleaved", "--micro-batches", "7", "--chunks", "2"], "use 8, or 1f1b"),
         (["schedule", "1f1b", "--stages", "0"], "0 stages"),
         (["schedule", "1f1b", "--forward", "0"], "must be above 0"),
-        (["schedule", "1f1b", "--output", "x.gif"], "must end in .svg, .png or .pdf"),
+        (["schedule", "1f1b", "--out", "x.gif"], "must end in .svg, .png or .pdf"),
         (["schedule", "configs/zero1.yaml"], "has no pipeline; give --parallel.pp 2"),
         (["schedule", "configs/gpt_pp.yaml", "--parallel.pp", "9"], "and it has 6 layers"),
         (["schedule", "configs/gpt_pp.yaml", "--parallel.native", "pp"], "whose passes torch keeps to itself"),

@@ -92,7 +92,7 @@ def test_no_pickle_of_a_stranger_is_run(
     seal(newest(run))
     words = {
         "resume": [*TRAIN, "--train.steps", "4", "--run-dir", str(tmp_path / "new"), "--resume", str(newest(run))],
-        "export": ["export", str(newest(run)), "--output", str(tmp_path / "weights.safetensors")],
+        "export": ["export", str(newest(run)), "--out", str(tmp_path / "weights.safetensors")],
         "generate": ["generate", str(newest(run))],
     }[command]
     status = main(words)

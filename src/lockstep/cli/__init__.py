@@ -45,6 +45,10 @@ examples:
   torchrun --nproc_per_node=4 -m lockstep train configs/digits_cnn.yaml"""
 
 
+OF_A_CONFIG = ("train", "profile", "verify")
+"""Commands that begin with a config file, or with the defaults."""
+
+
 def usage() -> str:
     lines = [f"  lockstep {name:<13} {what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(
@@ -78,6 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         os.environ[DEBUGGING] = "1"  # the ranks see it too
     try:
         name, rest = _find_command(args)
+        if name in OF_A_CONFIG and not {"-h", "--help"} & set(rest):
+            from lockstep.cli.flags import config_from  # a mistake in a config is said before torch is there
+
+            config_from(rest)
         command = importlib.import_module(COMMANDS[name][0])
         return int(command.main(rest))
     except UserError as error:

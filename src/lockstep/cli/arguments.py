@@ -1,15 +1,16 @@
 """What the commands share in reading their arguments."""
 
-import dataclasses
 import os
+import re
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import psutil
 import torch
 import tyro
-import yaml
 
 from lockstep.config import (
     CNN,
@@ -22,9 +23,7 @@ from lockstep.config import (
     Parallel,
     Train,
     check_ranges,
-    load_config,
 )
-from lockstep.config.load import nearest, valid_keys
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
@@ -34,10 +33,6 @@ from lockstep.strategies import check_parallel, degrees_of
 from lockstep.strategies.combining import check_cuts
 
 T = TypeVar("T")
-
-SHORT = {"--model": "--model.name", "--data": "--data.name"}
-"""What people type."""
-
 
 LinkFlag = Annotated[
     str | None,
@@ -133,87 +128,30 @@ def check_paths(*given: tuple[str, str | None]) -> None:
 
 
 def parse(cls: type[T], argv: list[str], command: str, default: T | None = None) -> T:
-    """Flags -> dataclass; the class's docstring is the help text. tyro names the nearest flag to a wrong one."""
+    """Flags -> dataclass; the class's docstring is the help text. A wrong flag is one line, as every mistake."""
     options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,)}
     if default is not None:
         options["default"] = default
-    return tyro.cli(cls, args=argv, prog=f"lockstep {command}", **options)
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(cls, args=argv, prog=f"lockstep {command}", **options)
+    except SystemExit as leaving:
+        if leaving.code in (0, None):  # --help
+            raise
+        raise UserError(f"{on_one_line(said.getvalue())}; see lockstep {command.split(' ')[0]} --help") from None
 
 
-def config_from(argv: list[str], default: Config | None = None) -> tuple[Config, list[str]]:
-    """The config that the flags build on: the file given first (if any), for the model that a flag may name.
-
-    Returns it and the arguments without the file. `default`: what to build on without a file.
-    """
-    file = argv[0] if argv and not argv[0].startswith("-") else None
-    rest = [_spelt_out(word) for word in (argv[1:] if file is not None else argv)]
-    rest, own = without_own_arguments(rest)
-    model_name = flag_value(rest, "--model.name")
-    if model_name is None and flag_value(rest, "--model.import") is not None:
-        model_name = "own"
-    fits = default is not None and file is None and model_name in (None, default.model.name)
-    config = default if default is not None and fits else load_config(file, model_name)
-    for section, arguments in own.items():
-        given: Any = getattr(config, section)
-        if not hasattr(given, "args"):
-            raise UserError(f"--{section}.args are for an imported {section}; give --{section}.import as well")
-        given.args = {**given.args, **arguments}
-    _refuse_unknown_flags(rest, config)
-    _refuse_late_file(rest)
-    return config, rest
-
-
-def without_own_arguments(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Take `--model.args.width 64` out, which only the user's own code knows. A value is read as YAML reads it."""
-    rest: list[str] = []
-    own: dict[str, dict[str, Any]] = {}
-    words = iter(argv)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        section, _, key = flag.removeprefix("--").partition(".args.")
-        if section not in ("model", "data") or not key or not flag.startswith("--"):
-            rest.append(word)
-            continue
-        text = value if equals else next(words, None)
-        if text is None or text.startswith("--"):
-            raise UserError(f"{flag} has no value behind it")
-        try:
-            own.setdefault(section, {})[key.replace("-", "_")] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            own.setdefault(section, {})[key.replace("-", "_")] = text
-    return rest, own
-
-
-def _spelt_out(word: str) -> str:
-    flag, equals, value = word.partition("=")
-    return SHORT.get(flag, flag) + equals + value
-
-
-def _refuse_unknown_flags(argv: list[str], config: Config) -> None:
-    """A dotted flag that is no key of the config: one line with the nearest, as for a config file."""
-    valid = valid_keys(sections(config))
-    for word in argv:
-        flag = word.partition("=")[0]
-        key = flag.removeprefix("--").replace("-", "_").replace(".no_", ".")  # --data.no-download
-        if flag.startswith("--") and "." in key and key not in valid:
-            raise UserError(f"unknown flag {flag}{nearest(key, valid)}")
-
-
-def _refuse_late_file(argv: list[str]) -> None:
-    """A config file behind the flags, where a word is taken for a flag's value."""
-    for before, word in zip(["", *argv], argv, strict=False):
-        takes_a_value = before.startswith("--") and "=" not in before and not before.startswith("--no-")
-        if word.endswith((".yaml", ".yml")) and not takes_a_value:
-            raise UserError(f"the config file {word} must come first, before all flags")
-
-
-def flag_value(argv: list[str], flag: str) -> str | None:
-    for index, word in enumerate(argv):
-        if word == flag and index + 1 < len(argv):
-            return argv[index + 1]
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None
+def on_one_line(box: str) -> str:
+    """What tyro says in a box of several lines, of which the first ones name the mistake."""
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    parts = " ".join(line if line.strip("─") else "\n" for line in lines).split("\n")
+    mistake = parts[0].strip().rstrip(".")
+    unknown = re.match(r"Unrecognized options: (--[^ ,]+)", mistake)
+    if unknown is None:
+        return mistake.removeprefix("Error parsing ")
+    meant = re.search(r"Perhaps you meant:\s+(--[^ ,]+)", box.replace("│", " "))
+    return f"unknown flag {unknown[1]}" + (f"; did you mean {meant[1]}?" if meant else "")
 
 
 def refuse_positional(argv: list[str], command: str) -> None:
@@ -251,7 +189,3 @@ def check_output(flag: str, file: str) -> None:
         raise UserError(f"{flag} {file} cannot be written ({error.strerror}); choose another place") from None
     if not was_there:
         path.resolve().unlink(missing_ok=True)  # under torchrun another rank may have been quicker
-
-
-def sections(config: Config) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}

@@ -18,12 +18,10 @@ from lockstep.cli.arguments import (
     check_before_ranks,
     check_link,
     check_outputs,
-    config_from,
-    flag_value,
     over_link,
     parse,
-    sections,
 )
+from lockstep.cli.flags import config_from, flag_value, sections
 from lockstep.cli.tables import console, keep, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
 from lockstep.config import Config

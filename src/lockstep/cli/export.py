@@ -17,12 +17,12 @@ class ExportArguments:
 
     lockstep export runs/gpt
 
-    lockstep export runs/gpt/checkpoints/step-00000100 --output weights.safetensors
+    lockstep export runs/gpt/checkpoints/step-00000100 --out weights.safetensors
 
     The file is imported again by --train.weights, and by lockstep generate where it lies in a run's folder.
     """
 
-    output: str | None = None
+    out: str | None = None
     """The file to write. None: model.safetensors in the run's folder."""
 
 
@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{source} is not a folder; give a run's folder, or one of its checkpoints")
     is_checkpoint = (Path(source) / "manifest.json").exists()
     home = Path(source).parent.parent if is_checkpoint else Path(source)
-    target = Path(arguments.output or home / "model.safetensors")
-    check_output("--output", str(target))
+    target = Path(arguments.out or home / "model.safetensors")
+    check_output("--out", str(target))
     count = export_weights(Path(source), target)
     print(f"{count} tensors, {target.stat().st_size / 1e6:,.1f} MB in {target}")
     return 0

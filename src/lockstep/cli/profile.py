@@ -4,7 +4,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.cli.arguments import RunArguments, check_before_ranks, config_from, parse, sections
+from lockstep.cli.arguments import RunArguments, check_before_ranks, parse
+from lockstep.cli.flags import config_from, sections
 from lockstep.cli.tables import console, new_table
 from lockstep.config import Config
 from lockstep.errors import UserError

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from lockstep.cli.arguments import RunArguments, check_before_ranks, check_output, config_from, parse, sections
+from lockstep.cli.arguments import RunArguments, check_before_ranks, check_output, parse
+from lockstep.cli.flags import config_from, sections
 from lockstep.cli.tables import console
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
@@ -29,9 +30,9 @@ class ScheduleArguments:
 
     lockstep schedule 1f1b --stages 4 --micro-batches 8
 
-    lockstep schedule interleaved --stages 4 --micro-batches 8 --chunks 2 --output interleaved.svg
+    lockstep schedule interleaved --stages 4 --micro-batches 8 --chunks 2 --out interleaved.svg
 
-    lockstep schedule zb-h1 --stages 2 --run --output zb.html
+    lockstep schedule zb-h1 --stages 2 --run --out zb.html
 
     lockstep schedule configs/gpt_pp.yaml --parallel.schedule zb-h1 --run
     """
@@ -45,7 +46,7 @@ class ScheduleArguments:
     """What a micro-batch's forward costs, of all parts of a stage together."""
     backward: float = 2.0
     """And its backward; of zb-h1 and zb-v half of it is the weights' pass."""
-    output: str | None = None
+    out: str | None = None
     """Also draw it to this file: .svg, .png, .pdf, or .html, a page in which one steps through time."""
     run: bool = False
     """Also carry it out on this machine's ranks, and show what was measured beside it."""
@@ -58,14 +59,14 @@ class ConfigScheduleArguments(RunArguments):
 
     For example:
 
-    lockstep schedule configs/gpt_pp.yaml --parallel.schedule zb-h1 --parallel.pp 4 --run --output step.html
+    lockstep schedule configs/gpt_pp.yaml --parallel.schedule zb-h1 --parallel.pp 4 --run --out step.html
     """
 
     forward: float = 1.0
     """What a micro-batch's forward costs, of all parts of a stage together."""
     backward: float = 2.0
     """And its backward; of zb-h1 and zb-v half of it is the weights' pass."""
-    output: str | None = None
+    out: str | None = None
     """Also draw it to this file: .svg, .png, .pdf, or .html, a page in which one steps through time."""
     run: bool = False
     """Also take steps of the config on ranks of this machine, and show the median one beside it."""
@@ -115,8 +116,8 @@ def compare(
     """What theory says, beside what `run` has measured."""
     if arguments.forward <= 0 or arguments.backward <= 0:
         raise UserError(f"costs are {arguments.forward:g} and {arguments.backward:g}, but they must be above 0")
-    if arguments.output is not None:
-        check_output("--output", arguments.output)
+    if arguments.out is not None:
+        check_output("--out", arguments.out)
     parts = 2 if name == "zb-v" else chunks
     lists, placement = pipeline_schedule(name, stages, count, chunks), placement_of(name, stages, parts)
     costs = Costs(arguments.forward, arguments.backward / 2, arguments.backward / 2)
@@ -125,8 +126,8 @@ def compare(
         found["measured"] = run()[0]
     title = f"{name}, {stages} stages, {count} micro-batches" + (f", {parts} chunks" if parts > 1 else "")
     show(title, found, [most_held(instructions, placement) for instructions in lists])
-    if arguments.output is not None:
-        write(title, found, Path(arguments.output))
+    if arguments.out is not None:
+        write(title, found, Path(arguments.out))
 
 
 def show(title: str, found: dict[str, Timetable], held: list[float]) -> None:

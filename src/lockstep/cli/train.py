@@ -4,7 +4,8 @@ import sys
 from dataclasses import dataclass
 from math import isfinite
 
-from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths, config_from, parse, sections
+from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths, parse
+from lockstep.cli.flags import config_from, sections
 from lockstep.launch import run_on_ranks
 from lockstep.training.loop import TrainResult, train_in_folder
 from lockstep.words import counted

@@ -11,6 +11,7 @@ from lockstep.data.batch import IGNORED
 from lockstep.data.dataset import Kind
 from lockstep.errors import UserError
 from lockstep.models.kernels import usable_on
+from lockstep.uncompiled import uncompiled
 
 MANY_CLASSES = 1024
 """From here on the outputs are large enough for kernels of our own."""
@@ -67,7 +68,7 @@ def with_correct_count(loss: LossSum) -> Measure:
     return measure
 
 
-@torch.compiler.disable
+@uncompiled
 def fused_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Both by our own kernels."""
     from lockstep.models.kernels.cross_entropy import cross_entropy  # Triton is where GPUs are

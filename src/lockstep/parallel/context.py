@@ -30,6 +30,7 @@ from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.parallel.attention_block import Both, attention_block, attention_block_backward, joined
 from lockstep.parallel.autocast import as_autocast
 from lockstep.parallel.exchange import PURPOSE, gather_from_ranks
+from lockstep.uncompiled import uncompiled
 
 # ---- who has which positions ---------------------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ def natural_order(group: Group, length: int) -> Tensor:
 # ---- ring attention ------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@uncompiled
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
     """Attention of this rank's queries to all ranks' keys.
 
@@ -195,7 +196,7 @@ def shrunk(gradient: Tensor, heads: int) -> Tensor:
 # ---- Ulysses -------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@uncompiled
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
     """As `ring_attention`, by an all-to-all over heads and one back."""
     check_shapes(q, k, v)

@@ -16,12 +16,13 @@ from lockstep.comm.collectives import Pending, all_reduce_async
 from lockstep.layout.group import Group
 from lockstep.parallel.autocast import as_autocast, no_autocast
 from lockstep.parallel.exchange import PURPOSE, Gathering, Scattering, reduce_from_ranks
+from lockstep.uncompiled import uncompiled
 
 SEQUENCE = -2
 """The dimension of positions: (batch, positions, features)."""
 
 
-@torch.compiler.disable
+@uncompiled
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = False) -> Tensor:
     """x is whole, or cut along its positions; the output is cut along its features."""
     if group.size == 1:
@@ -35,7 +36,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, 
     return y
 
 
-@torch.compiler.disable
+@uncompiled
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = False) -> Tensor:
     """x is cut along its features; the output is whole, or cut along its positions."""
     if group.size == 1:

@@ -39,6 +39,7 @@ from lockstep.parallel.own_numbers import OwnNumbers, draws_numbers
 from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, Tied, VocabParallelEmbedding
 from lockstep.parallel.parallel_products import SEQUENCE
 from lockstep.parallel.wrapper import broadcast_module, check_same_model
+from lockstep.uncompiled import uncompiled
 
 Plan = dict[str, str]
 KINDS = ("column", "column:gather", "row", "vocab", "sequence")
@@ -196,7 +197,7 @@ class SummedOverPositions:
     def __init__(self, part: nn.Module, group: Group) -> None:
         self.part, self.group, self.plain = part, group, part.forward
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = dict(self.part.named_parameters(recurse=False))
         summed_later = _SumTogether.apply(self.group, *own.values())

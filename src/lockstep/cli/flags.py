@@ -1,0 +1,93 @@
+"""The config that a command's flags build on. Nothing here needs torch: a mistake is said within a second."""
+
+import dataclasses
+from typing import Any
+
+import yaml
+
+from lockstep.config import Config, load_config
+from lockstep.config.load import nearest, valid_keys
+from lockstep.errors import UserError
+
+SHORT = {"--model": "--model.name", "--data": "--data.name"}
+"""What people type."""
+
+
+def config_from(argv: list[str], default: Config | None = None) -> tuple[Config, list[str]]:
+    """The config that the flags build on: the file given first (if any), for the model that a flag may name.
+
+    Returns it and the arguments without the file. `default`: what to build on without a file.
+    """
+    file = argv[0] if argv and not argv[0].startswith("-") else None
+    rest = [_spelt_out(word) for word in (argv[1:] if file is not None else argv)]
+    rest, own = without_own_arguments(rest)
+    model_name = flag_value(rest, "--model.name")
+    if model_name is None and flag_value(rest, "--model.import") is not None:
+        model_name = "own"
+    fits = default is not None and file is None and model_name in (None, default.model.name)
+    config = default if default is not None and fits else load_config(file, model_name)
+    for section, arguments in own.items():
+        given: Any = getattr(config, section)
+        if not hasattr(given, "args"):
+            raise UserError(f"--{section}.args are for an imported {section}; give --{section}.import as well")
+        given.args = {**given.args, **arguments}
+    _refuse_unknown_flags(rest, config)
+    _refuse_late_file(rest)
+    return config, rest
+
+
+def without_own_arguments(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Take `--model.args.width 64` out, which only the user's own code knows. A value is read as YAML reads it."""
+    rest: list[str] = []
+    own: dict[str, dict[str, Any]] = {}
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        section, _, key = flag.removeprefix("--").partition(".args.")
+        if section not in ("model", "data") or not key or not flag.startswith("--"):
+            rest.append(word)
+            continue
+        text = value if equals else next(words, None)
+        if text is None or text.startswith("--"):
+            raise UserError(f"{flag} has no value behind it")
+        try:
+            own.setdefault(section, {})[key.replace("-", "_")] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            own.setdefault(section, {})[key.replace("-", "_")] = text
+    return rest, own
+
+
+def _spelt_out(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return SHORT.get(flag, flag) + equals + value
+
+
+def _refuse_unknown_flags(argv: list[str], config: Config) -> None:
+    """A dotted flag that is no key of the config: one line with the nearest, as for a config file."""
+    valid = valid_keys(sections(config))
+    for word in argv:
+        flag = word.partition("=")[0]
+        key = flag.removeprefix("--").replace("-", "_").replace(".no_", ".")  # --data.no-download
+        if flag.startswith("--") and "." in key and key not in valid:
+            raise UserError(f"unknown flag {flag}{nearest(key, valid)}")
+
+
+def _refuse_late_file(argv: list[str]) -> None:
+    """A config file behind the flags, where a word is taken for a flag's value."""
+    for before, word in zip(["", *argv], argv, strict=False):
+        takes_a_value = before.startswith("--") and "=" not in before and not before.startswith("--no-")
+        if word.endswith((".yaml", ".yml")) and not takes_a_value:
+            raise UserError(f"the config file {word} must come first, before all flags")
+
+
+def flag_value(argv: list[str], flag: str) -> str | None:
+    for index, word in enumerate(argv):
+        if word == flag and index + 1 < len(argv):
+            return argv[index + 1]
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
+def sections(config: Config) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
