@@ -7,7 +7,9 @@ from lockstep.comm.register import register_shm
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.own_loop import load, save
     from lockstep.data import shard_batch
+    from lockstep.launch.own import init, spawn
     from lockstep.parallel import (
         DataParallel,
         FullyShardedDataParallel,
@@ -34,10 +36,14 @@ __all__ = [
     "ShardedOptimizer",
     "UserError",
     "gather_sequence",
+    "init",
+    "load",
     "pipeline_schedule",
     "ring_attention",
+    "save",
     "shard_batch",
     "shard_sequence",
+    "spawn",
     "tensor_parallel",
     "ulysses_attention",
     "vocab_parallel_cross_entropy",
@@ -51,6 +57,10 @@ _HOMES = {
     "ShardedDataParallel": "lockstep.parallel",
     "ShardedOptimizer": "lockstep.parallel",
     "gather_sequence": "lockstep.parallel",
+    "init": "lockstep.launch.own",
+    "load": "lockstep.checkpoint.own_loop",
+    "save": "lockstep.checkpoint.own_loop",
+    "spawn": "lockstep.launch.own",
     "pipeline_schedule": "lockstep.parallel",
     "ring_attention": "lockstep.parallel",
     "shard_batch": "lockstep.data",

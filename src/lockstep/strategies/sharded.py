@@ -88,14 +88,10 @@ class ShardedState(Engine):
     def trained(self) -> dict[str, Held]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return {
-            names[owned.parameter]: Held(owned.shard, self._region(owned))
+            names[owned.parameter]: Held(owned.shard, owned_region(owned))
             for owned in self.optimizer.owned()
             if owned.parameter in names
         }
-
-    @staticmethod
-    def _region(owned: OwnedPiece) -> Region:
-        return region_of(owned.parameter).part(owned.piece.inside.start, owned.piece.inside.stop)
 
     def gradient_memory(self) -> list[Tensor]:
         return [bucket.buffer if self.stage == 1 else bucket.own for bucket in self.module.buckets]
@@ -103,3 +99,8 @@ class ShardedState(Engine):
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer.inner
+
+
+def owned_region(owned: OwnedPiece) -> Region:
+    """What a piece of a flat bucket is of the model's own tensor."""
+    return region_of(owned.parameter).part(owned.piece.inside.start, owned.piece.inside.stop)

@@ -1,0 +1,67 @@
+"""Data parallelism in its plainest form, with torch.distributed alone: each rank computes the gradients of its own
+samples, then all average them, tensor by tensor, and take the same step.
+
+    torchrun --nproc_per_node=2 examples/naive_ddp.py
+"""
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class NaiveTrainer:
+    """A model, an optimizer, and steps that average gradients after backward."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: nn.Module) -> None:
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, src=0)  # all begin with rank 0's weights
+
+    def train_step(self, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """One step on this rank's samples: the mean loss of all, the time spent communicating, its share."""
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.loss_fn(self.model(inputs), targets)
+        loss.backward()
+        before = time.perf_counter()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)  # a sum: gloo's own average has been wrong
+                parameter.grad /= dist.get_world_size()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        communication = time.perf_counter() - before
+        self.optimizer.step()
+        total = time.perf_counter() - start
+        return {
+            "loss": mean.item() / dist.get_world_size(),
+            "communication_ms": 1e3 * communication,
+            "share": communication / total,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50)
+    steps = parser.parse_args().steps
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    trainer = NaiveTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    inputs = torch.randn(256 * size, 32)
+    targets = inputs[:, :4].argmax(1)
+    mine = slice(256 * rank, 256 * (rank + 1))  # equal parts, so that the mean of means is the mean
+    for step in range(1, steps + 1):
+        told = trainer.train_step(inputs[mine], targets[mine])
+        if rank == 0 and step % 10 == 0:
+            ms, share = told["communication_ms"], told["share"]
+            print(f"step {step:4}  loss {told['loss']:.4f}  communication {ms:.2f} ms, {share:.0%} of the step")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

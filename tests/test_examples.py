@@ -1,0 +1,119 @@
+"""Every example runs as its first lines say; `lockstep.save` and `lockstep.load` under all wrappers."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.own_loop import STRATEGIES, wrapped
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.layout.world import World
+from tests.ranks import on_ranks
+
+EXAMPLES = Path("examples")
+FAST = {
+    "own_loop.py": (["--steps", "20", "--strategy", "zero2"], "step   20  loss of rank 0's samples"),
+    "compare_ddp_fsdp.py": (["--steps", "4", "--width", "32"], "largest difference of a loss: 0.0e+00"),
+    "language_model.py": (["--steps", "20", "--context", "16"], "step   20  loss"),
+    "naive_ddp.py": (["--steps", "10"], "of the step"),
+}
+
+
+def test_every_example_is_tested() -> None:
+    assert {file.name for file in EXAMPLES.glob("*.py")} == set(FAST)
+    assert len((EXAMPLES / "naive_ddp.py").read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_it_runs(name: str) -> None:
+    flags, said = FAST[name]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    start = launcher if name == "naive_ddp.py" else [sys.executable]
+    done = subprocess.run([*start, str(EXAMPLES / name), *flags], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert said in done.stdout
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, world: World) -> None:
+    batch = torch.randn(12, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    mine = lockstep.shard_batch(batch, world.rank, world.size)
+    optimizer.zero_grad()
+    model(mine).square().mean().backward()
+    optimizer.step()
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    """Whole, by name."""
+    if hasattr(model, "full_state_dict"):
+        return dict(model.full_state_dict())
+    named = getattr(model, "module", model).state_dict()
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for name, t in named.items()}
+
+
+def save_under_each(world: World, folder: str) -> None:
+    for name in STRATEGIES:
+        model, optimizer = wrapped(network(), name)
+        for step in range(3):
+            one_step(model, optimizer, step, world)
+        lockstep.save(f"{folder}/{name}", model, optimizer, step=3)
+
+
+def go_on_under_each(world: World, folder: str) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """Saved by one, gone on with by another, at other ranks."""
+    found = {}
+    for theirs, mine in zip(STRATEGIES, (*STRATEGIES[4:], *STRATEGIES[:4]), strict=True):
+        model, optimizer = wrapped(network(), mine)
+        assert lockstep.load(f"{folder}/{theirs}", model, optimizer) == 3
+        one_step(model, optimizer, 3, world)
+        found[theirs, mine] = weights(model)
+    return found
+
+
+def test_what_one_wrapper_saves_another_loads_at_other_ranks(tmp_path: Path) -> None:
+    plain = network()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step in range(4):
+        one_step(plain, optimizer, step, World())
+    on_ranks(save_under_each, 2, str(tmp_path))
+    for found in on_ranks(go_on_under_each, 3, str(tmp_path)):
+        for pair, state in found.items():
+            for name, tensor in plain.state_dict().items():
+                assert torch.allclose(state[name], tensor, atol=1e-12), (pair, name)
+
+
+def test_one_process_loads_what_ranks_have_saved(tmp_path: Path) -> None:
+    on_ranks(save_under_each, 2, str(tmp_path))
+    first, second = network(), network()
+    assert lockstep.load(tmp_path / "zero3", first) == lockstep.load(tmp_path / "naive" / "step-00000003", second) == 3
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+    assert lockstep.load(tmp_path / "nothing", first) == 0
+    with pytest.raises(lockstep.UserError, match="has no model"):
+        lockstep.load(tmp_path / "zero3", nn.Linear(2, 2, dtype=torch.float64))
+    (tmp_path / "zero3" / "step-00000003" / "manifest.json").write_text("{}")
+    with pytest.raises(lockstep.UserError, match="no whole checkpoint"):
+        lockstep.load(tmp_path / "zero3", first)
+
+
+def test_a_process_by_itself_is_a_world_of_one() -> None:
+    assert (lockstep.init().rank, lockstep.init().size) == (0, 1)
+
+
+def ask() -> tuple[int, int, float]:
+    world = lockstep.init(seed=5)
+    return world.rank, world.size, torch.rand(1).item()
+
+
+def test_spawned_ranks_know_their_world() -> None:
+    (first, second) = lockstep.spawn(ask, nproc=2, device="cpu")
+    assert (first[:2], second[:2]) == ((0, 2), (1, 2))
+    assert first[2] == second[2]
