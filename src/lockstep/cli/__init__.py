@@ -22,6 +22,7 @@ DEBUG, DEBUGGING = "--debug", "LOCKSTEP_DEBUG"
 COMMANDS = {  # name -> (module, what it answers)
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
     "train": ("lockstep.cli.train", "train this model for real"),
+    "tokenize": ("lockstep.cli.tokenize", "make token ids from text of any size, to train a GPT on"),
     "generate": ("lockstep.cli.generate", "let a trained GPT write"),
     "export": ("lockstep.cli.export", "a run's weights as one safetensors file"),
     "verify": ("lockstep.cli.verify", "is this strategy correct? each against one process, and against theory"),

@@ -104,11 +104,12 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 class Data:
     """What the model learns from."""
 
-    name: Literal["synthetic", "digits", "mnist", "cifar10", "text", "own"] = "digits"
+    name: Literal["synthetic", "digits", "mnist", "cifar10", "text", "tokens", "own"] = "digits"
     kind: Literal["images", "tokens", "regression"] | None = None
     """Kind of synthetic data. None: what the model reads."""
     path: str | None = None
-    """Folder of mnist and cifar10 (None: datasets); for text, the file or folder to read (None: Python's sources)."""
+    """Folder of mnist and cifar10 (None: datasets); for text, the file or folder to read (None: Python's sources);
+    for tokens, what lockstep tokenize made."""
     download: bool = True
     """Fetch mnist or cifar10 when its files are not there."""
     samples: int = 4096

@@ -15,6 +15,7 @@ from lockstep.data.reading import Reader
 from lockstep.data.sampler import Sampler, read_share
 from lockstep.data.synthetic import make_synthetic
 from lockstep.data.text import load_text
+from lockstep.data.tokens import MappedTokens, load_tokens
 from lockstep.errors import UserError
 
 READS: dict[str, tuple[Kind, ...]] = {
@@ -28,7 +29,7 @@ READS: dict[str, tuple[Kind, ...]] = {
 
 SETS_BY_KIND = {
     "images": "digits, mnist, cifar10, synthetic",
-    "tokens": "text, synthetic",
+    "tokens": "text, tokens, synthetic",
     "regression": "synthetic",
     "other": "own",
 }
@@ -40,6 +41,10 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
     context = config.model.context if isinstance(config.model, GPT) else 128
     if data.name == "synthetic":
         dataset = _synthetic(config, context, device)
+    elif data.name == "tokens":
+        if data.path is None:
+            raise UserError("data.name tokens needs data.path, a folder that lockstep tokenize has made")
+        dataset = load_tokens(path, context)
     elif data.name == "own":
         dataset = load_own(data)
     elif data.name == "digits":
@@ -86,6 +91,7 @@ __all__ = [
     "DataSet",
     "DataSpec",
     "Mapped",
+    "MappedTokens",
     "Reader",
     "Sampler",
     "Samples",

@@ -17,6 +17,7 @@ from lockstep.data.batch import Batch, Share
 from lockstep.data.dataset import Split
 from lockstep.data.own import Mapped, Streamed, collated
 from lockstep.data.sampler import Sampler, read_share
+from lockstep.data.tokens import MappedTokens
 
 
 class Reader:
@@ -42,7 +43,7 @@ class Reader:
         """(samples of the global batch, this rank's share of it), from step `start` on. A stream has one epoch."""
         if self.sampler is None:
             yield from self._stream(start)
-        elif self.workers and isinstance(self.split, Mapped):
+        elif self.workers and isinstance(self.split, Mapped | MappedTokens):
             yield from self._by_workers(list(self.sampler.epoch(epoch, start)))
         else:
             for indices in self.sampler.epoch(epoch, start):
