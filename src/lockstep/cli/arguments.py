@@ -15,6 +15,7 @@ import tyro
 from lockstep.config import (
     CNN,
     GPT,
+    HF,
     Checkpoint,
     Config,
     Data,
@@ -105,6 +106,8 @@ def check_model(config: Config) -> None:
     spec = DataSpec("images", data.shape if data.name == "synthetic" and len(data.shape) == 3 else (3, 32, 32), 10)
     if isinstance(model, GPT):
         spec = DataSpec("tokens", (model.context,), model.vocabulary or 256)
+    elif isinstance(model, HF):
+        spec = DataSpec("tokens", (model.context,), 2)
     with torch.device("meta"):
         built = build_model(model, spec)
     check_cuts(built, config.parallel, config.train.accumulation)

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lockstep.cli.arguments import check_output, parse
 from lockstep.errors import UserError
-from lockstep.training.export import export_weights
+from lockstep.training.export import export_hf, export_weights
 
 
 @dataclass
@@ -19,11 +20,15 @@ class ExportArguments:
 
     lockstep export runs/gpt/checkpoints/step-00000100 --out weights.safetensors
 
+    lockstep export runs/gpt --format hf --out gpt-hf        # AutoModelForCausalLM.from_pretrained("gpt-hf")
+
     The file is imported again by --train.weights, and by lockstep generate where it lies in a run's folder.
     """
 
     out: str | None = None
-    """The file to write. None: model.safetensors in the run's folder."""
+    """The file to write. None: model.safetensors in the run's folder. With --format hf a folder; None: hf, in it."""
+    format: Literal["safetensors", "hf"] = "safetensors"
+    """hf: a folder that Hugging Face's transformers load, of a GPT (as GPT-2 or Llama) or of a model of theirs."""
 
 
 def main(argv: list[str]) -> int:
@@ -35,6 +40,10 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{source} is not a folder; give a run's folder, or one of its checkpoints")
     is_checkpoint = (Path(source) / "manifest.json").exists()
     home = Path(source).parent.parent if is_checkpoint else Path(source)
+    if arguments.format == "hf":
+        folder = Path(arguments.out or home / "hf")
+        print(f"{export_hf(Path(source), folder)} tensors in {folder}/")
+        return 0
     target = Path(arguments.out or home / "model.safetensors")
     check_output("--out", str(target))
     count = export_weights(Path(source), target)

@@ -2,11 +2,26 @@
 
 from lockstep.config.check import check_ranges
 from lockstep.config.load import load_config, save_config
-from lockstep.config.schema import CNN, GPT, MLP, Checkpoint, Config, Data, Lora, Model, Own, Parallel, ResNet, Train
+from lockstep.config.schema import (
+    CNN,
+    GPT,
+    HF,
+    MLP,
+    Checkpoint,
+    Config,
+    Data,
+    Lora,
+    Model,
+    Own,
+    Parallel,
+    ResNet,
+    Train,
+)
 
 __all__ = [
     "CNN",
     "GPT",
+    "HF",
     "MLP",
     "Checkpoint",
     "Config",

@@ -94,7 +94,20 @@ class Own:
     """What it is called with."""
 
 
-Model = MLP | CNN | ResNet | GPT | Own
+@dataclass
+class HF:
+    """A causal language model of Hugging Face's, by its folder (needs transformers: pip install -e ".[hf]")."""
+
+    name: Literal["hf"] = "hf"
+    path: str | None = None
+    """The folder: config.json, and perhaps weights (*.safetensors) to start from."""
+    context: int = 128
+    """Tokens of one sequence in training."""
+    dropout: float | None = None
+    """None: as its config.json says."""
+
+
+Model = MLP | CNN | ResNet | GPT | HF | Own
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 
 # ---- data, training, parallelism ---------------------------------------------------------------------

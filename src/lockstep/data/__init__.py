@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config import GPT, Config
+from lockstep.config import GPT, HF, Config
 from lockstep.data.batch import IGNORED, Batch, Share, shard_batch
 from lockstep.data.cifar10 import load_cifar10
 from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, Windows
@@ -23,6 +23,7 @@ READS: dict[str, tuple[Kind, ...]] = {
     "cnn": ("images",),
     "resnet": ("images",),
     "gpt": ("tokens",),
+    "hf": ("tokens",),
     "own": ("images", "tokens", "regression", "other"),
 }
 """Which kinds of data each model reads; the first is its synthetic default."""
@@ -38,7 +39,7 @@ SETS_BY_KIND = {
 def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
     """The data set that the config names, in the form that its model reads."""
     data, path = config.data, Path(config.data.path or "datasets")
-    context = config.model.context if isinstance(config.model, GPT) else 128
+    context = config.model.context if isinstance(config.model, GPT | HF) else 128
     if data.name == "synthetic":
         dataset = _synthetic(config, context, device)
     elif data.name == "tokens":

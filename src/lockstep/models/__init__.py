@@ -13,6 +13,7 @@ from lockstep.errors import UserError
 from lockstep.models.cnn import CNN
 from lockstep.models.deferred import seeded
 from lockstep.models.gpt import GPT, SIZES, Shape
+from lockstep.models.hf import build_hf, vocabulary_of
 from lockstep.models.mlp import MLP
 from lockstep.models.resnet import ResNet
 
@@ -38,8 +39,22 @@ def _build(config: schema.Model, spec: DataSpec) -> nn.Module:
             return ResNet(spec.shape, config.depth, config.width, spec.classes, config.norm)
         case schema.GPT():
             return GPT(gpt_shape(config, spec))
+        case schema.HF():
+            if vocabulary_of(config.path) < spec.classes:
+                raise UserError(
+                    f"{config.path} has a vocabulary of {vocabulary_of(config.path):,}, and the data {spec.classes:,} "
+                    f"different tokens; use data made with the model's own tokenizer"
+                )
+            return build_hf(config)
         case schema.Own():
             return own_model(config)
+
+
+def is_others(config: schema.Model) -> bool:
+    """A model whose constructor is not ours: it may do what cannot be noted and played back (`deferred.py`), so every
+    rank builds it whole, and takes the first rank's weights.
+    """
+    return isinstance(config, schema.HF | schema.Own)
 
 
 def own_model(config: schema.Own) -> nn.Module:
@@ -145,6 +160,7 @@ __all__ = [
     "check_outputs",
     "forward_flops",
     "gpt_shape",
+    "is_others",
     "own_model",
     "parameter_count",
     "training_flops",

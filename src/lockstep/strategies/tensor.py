@@ -135,6 +135,10 @@ def check_tensor(model: nn.Module, degree: int, sequence: bool) -> None:
 def sizes_to_cut(model: nn.Module, sequence: bool) -> dict[str, int]:
     """What the degree must divide, by the names that a config has for it."""
     shape: Any = getattr(model, "shape", None)
+    says: Any = getattr(model, "tensor_sizes", None)
+    if says is not None and not sequence:
+        found: dict[str, int] = says()
+        return found
     if shape is not None:
         sizes = {"model.heads": shape.heads, "the width of the blocks' MLP": shape.mlp_width}
         return {**sizes, "model.context, whose positions parallel.sequence cuts": shape.context} if sequence else sizes

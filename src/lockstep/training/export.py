@@ -1,18 +1,30 @@
-"""A checkpoint as a plain model on one device, and as one safetensors file for other tools."""
+"""A checkpoint as a plain model on one device, as one safetensors file for other tools, and as a folder that Hugging
+Face's transformers load; and such a folder as a model of ours.
+"""
 
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints
 from lockstep.checkpoint.storage import read_into, saved_names
-from lockstep.config import Config, load_config
-from lockstep.data import DataSet, build_data
+from lockstep.config import Config, Data, load_config, save_config
+from lockstep.data import DataSet, DataSpec, build_data
 from lockstep.errors import UserError
 from lockstep.layout.world import World
+from lockstep.models import build_model
+from lockstep.models.convert import config_from_hf, tensors_from_hf, to_hf
+from lockstep.models.gpt import GPT
 from lockstep.models.lora import merge_lora
 from lockstep.training.prepare import load_weights, prepared_model
 
@@ -73,3 +85,72 @@ def export_weights(source: Path, target: Path) -> int:
     tensors |= {name: b.detach().contiguous() for name, b in model.named_buffers()}
     save_file(tensors, target, metadata={"format": "pt"})
     return len(tensors)
+
+
+# ---- Hugging Face ------------------------------------------------------------------------------------------------
+
+
+def export_hf(source: Path, folder: Path) -> int:
+    """Write a run's model as a folder for `AutoModelForCausalLM.from_pretrained`; returns the number of tensors."""
+    model, config, _ = load_model(source)
+    theirs: Any = model
+    if config.model.name == "hf":
+        with made_whole(folder) as part:
+            first = dict(model.named_parameters()).keys()
+            tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+            tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
+            save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+            theirs.config.save_pretrained(part)
+        return len(tensors)
+    if not isinstance(model, GPT):
+        raise UserError(f"--format hf is for language models (model.name gpt or hf), and this is {config.model.name}")
+    about, tensors = to_hf(model)
+    with made_whole(folder) as part:
+        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+        (part / "config.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+    return len(tensors)
+
+
+def import_hf(source: Path, folder: Path) -> Config:
+    """Make a folder with our config.yaml and model.safetensors from a GPT-2's or Llama's; returns the config."""
+    try:
+        about = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(about, dict):
+            raise ValueError("it holds no settings")
+    except OSError as error:
+        raise UserError(f"{source} has no config.json that can be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{source / 'config.json'} is no JSON of a model: {error}") from None
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{source} has no *.safetensors; other formats may hold programs, and are not read")
+    try:
+        model = config_from_hf(about)
+        theirs = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        tensors = tensors_from_hf(model, theirs)
+    except (UserError, SafetensorError, OSError) as error:
+        raise UserError(f"{source} cannot be imported: {error}") from None
+    config = Config(model, Data(name="text"))
+    with made_whole(folder) as part:
+        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+        save_config(config, part / "config.yaml")
+        load_weights(build_model(model, DataSpec("tokens", (model.context,), 2)), part / "model.safetensors")
+    return config
+
+
+@contextmanager
+def made_whole(folder: Path) -> Iterator[Path]:
+    """A new folder, whole or not at all."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already; remove it, or choose another --out")
+    part = folder.with_name(f".{folder.name}.part-{os.getpid()}")
+    try:
+        part.mkdir(parents=True)
+        yield part
+        if folder.exists():
+            folder.rmdir()
+        part.rename(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror or error}); choose another --out") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

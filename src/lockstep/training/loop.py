@@ -16,7 +16,7 @@ from rich.markup import escape
 from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.checkpoint.manifest import MANIFEST, read_run
 from lockstep.comm.ledger import Ledger, Mark, mark
-from lockstep.config import GPT, Config, check_ranges, save_config
+from lockstep.config import Config, check_ranges, save_config
 from lockstep.config.own import imported
 from lockstep.data import Batch, DataSet, Reader
 from lockstep.errors import UserError
@@ -188,8 +188,8 @@ class Run:
         self.status = ""
         self.bar = StatusBar(self.total_steps, -(-self.total_steps // self.steps_per_epoch), self.console, quiet)
         self.losses: list[float] = []
-        self.is_gpt = isinstance(config.model, GPT)
-        self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.is_gpt else (0.0, "")
+        self.has_tokens = dataset.spec.kind == "tokens"
+        self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.has_tokens else (0.0, "")
         self.window, self.spent = Window(mark(world.device)), Spent()
         self.best: tuple[float, int] | None = None
         self.evaluated: tuple[int, float, float] | None = None
@@ -298,7 +298,7 @@ class Run:
         self.console.print(f"{batch_in_words(config, self.strategy)}, {counted(self.total_steps, 'step')}")
         for line in slow_bf16(world.device.type, config.train.precision):
             self.console.print(f"[yellow]{line}[/]")
-        if self.is_gpt:
+        if self.has_tokens:
             peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
             self.console.print(f"MFU: matrix products of the model, of a peak of {peak}")
 
@@ -357,7 +357,7 @@ class Run:
         values |= {"grad_norm": means["grad_norm"], "samples_per_s": rate}
         self.status = f"{words[0]}  {self._rate(rate)}"
         words += [f"norm {means['grad_norm']:.3g}", f"lr {step.lr:.2e}", self._rate(rate)]
-        if self.is_gpt:
+        if self.has_tokens:
             values["tokens_per_s"] = rate * self.dataset.spec.shape[0]
         if self.peak:
             values["mfu"] = rate * self.strategy.flops_per_sample / (self.world.size * self.peak)
@@ -372,7 +372,7 @@ class Run:
             self.console.print(f"step {step.number:>6}  epoch {step.epoch + 1:>3}  {'  '.join(words)}", soft_wrap=True)
 
     def _rate(self, samples_per_second: float) -> str:
-        if self.is_gpt:
+        if self.has_tokens:
             return f"{samples_per_second * self.dataset.spec.shape[0]:,.0f} tokens/s"
         return f"{samples_per_second:,.0f} samples/s"
 
@@ -407,7 +407,8 @@ class Run:
     def _evaluate(self, epoch: int) -> tuple[float, float]:
         """Mean loss and accuracy over the whole test set, each rank computing its share."""
         train = self.config.train
-        fits = max(1, train.batch_size // train.accumulation) if self.is_gpt else EVALUATION_BATCH  # logits are large
+        per_micro_batch = max(1, train.batch_size // train.accumulation)
+        fits = per_micro_batch if self.has_tokens else EVALUATION_BATCH  # logits are large
         self._close_window(mark(self.world.device))
         start = time.perf_counter()
         found = evaluate(self.strategy, self.dataset.test, fits, train.evaluate_batches)

@@ -18,7 +18,7 @@ from lockstep.data import DataSet, DataSpec, Streamed, build_data, first_of
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config
-from lockstep.models import build_model, check_outputs, training_flops
+from lockstep.models import build_model, check_outputs, is_others, training_flops
 from lockstep.models.deferred import Deferred, seeded
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
@@ -131,7 +131,7 @@ def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.M
     # A CPU without units for bf16 computes all the same; torch tells of it with pages of its own frames.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     build = partial(prepared_model, config, dataset.spec, plain)
-    given_whole = plain is not None or config.train.weights is not None
+    given_whole = plain is not None or config.train.weights is not None or is_others(config.model)
     layout = make_layout(world, config.parallel)
     strategy = parallelize(build() if given_whole else Deferred(build), layout, options_for(config, dataset))
     with torch.device("meta"):

@@ -5,6 +5,7 @@ together must cover every parameter.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from lockstep.config.own import imported
 from lockstep.data import IGNORED, Batch
 from lockstep.layout import Held, Region, World
 from lockstep.layout.region import uncovered
+from lockstep.models import is_others
 from lockstep.models.deferred import Deferred
 from lockstep.models.loss import loss_for
 from lockstep.strategies import STRATEGIES, Options, ParallelModel, make_layout, parallelize
@@ -139,7 +141,8 @@ def compare(
         keep_gradients=True,
     )
     # Each rank starts from other weights: a strategy must begin by making them rank 0's.
-    model = Deferred(lambda: scenario.build(seed=world.rank))
+    build = partial(scenario.build, seed=world.rank)
+    model = build() if is_others(scenario.model) else Deferred(build)
     strategy = parallelize(model, make_layout(world, parallel, table), options, table)
     worst, tolerance = Comparison(), TOLERANCE[reference.precision]
     share = strategy.batch_share()

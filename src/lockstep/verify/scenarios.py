@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from lockstep.config import CNN, GPT, Config, Model, Own, ResNet, Train
+from lockstep.config import CNN, GPT, HF, Config, Model, Own, ResNet, Train
 from lockstep.data import IGNORED, READS, Batch, DataSet, DataSpec, Streamed, build_data
 from lockstep.errors import UserError
 from lockstep.models import build_model, check_outputs, own_model
 from lockstep.models.deferred import seeded
+from lockstep.models.hf import vocabulary_of
 from lockstep.models.lora import add_lora
 from lockstep.parallel.recompute import Recompute
 
@@ -40,6 +41,8 @@ class Scenario:
     def spec(self) -> DataSpec:
         if self.config is not None:
             return own_data(self.config).spec
+        if isinstance(self.model, HF):
+            return DataSpec("tokens", (self.model.context,), vocabulary_of(self.model.path))
         kind = READS[self.model.name][0]
         if kind == "tokens":
             assert isinstance(self.model, GPT)
@@ -153,7 +156,7 @@ def scenarios_for(model: Model | None) -> list[Scenario]:
             "model.norm batch takes its statistics from each rank's own samples, so no data-parallel run equals one "
             "process; use --model.norm group"
         )
-    if isinstance(model, GPT):
+    if isinstance(model, GPT | HF):
         model = replace(model, dropout=0.0)
     images, tokens = model or SMALL_CNN, model or SMALL_GPT
     return [
