@@ -133,7 +133,7 @@ def test_the_default_text_is_there_offline() -> None:
 
 def test_a_model_that_cannot_read_the_data_says_what_can() -> None:
     with pytest.raises(
-        UserError, match=r"gpt does not read images \(data.name digits\); use data.name text, synthetic"
+        UserError, match=r"gpt does not read images \(data.name digits\); use data.name text, tokens, synthetic"
     ):
         build_data(Config(model=GPT()))
 

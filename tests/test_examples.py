@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.layout.world import World
 from tests.ranks import on_ranks
+from tests.test_images import make_images
 
 EXAMPLES = Path("examples")
 FAST = {
@@ -20,6 +21,11 @@ FAST = {
     "compare_ddp_fsdp.py": (["--steps", "4", "--width", "32"], "largest difference of a loss: 0.0e+00"),
     "language_model.py": (["--steps", "20", "--context", "16"], "step   20  loss"),
     "naive_ddp.py": (["--steps", "10"], "of the step"),
+    "image_classifier.py": (["--folder", "images", "--epochs", "2", "--batch-size", "9"], "of the test images"),
+    "finetune_lora.py": (
+        ["--model", "llama", "--text", "text.txt", "--steps", "10", "--context", "8"],
+        "trained 1,024",
+    ),
 }
 
 
@@ -29,11 +35,19 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_it_runs(name: str) -> None:
+def test_it_runs(name: str, tmp_path: Path) -> None:
     flags, said = FAST[name]
+    if name == "image_classifier.py":
+        make_images(tmp_path / "images")
+    if name == "finetune_lora.py":
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        transformers.LlamaConfig(**sizes, vocab_size=256).save_pretrained(tmp_path / "llama")
+        (tmp_path / "text.txt").write_bytes(b"some text\n" * 100)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     start = launcher if name == "naive_ddp.py" else [sys.executable]
-    done = subprocess.run([*start, str(EXAMPLES / name), *flags], capture_output=True, text=True, timeout=200)
+    script = str((EXAMPLES / name).absolute())
+    done = subprocess.run([*start, script, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert said in done.stdout
 

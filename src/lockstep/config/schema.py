@@ -117,20 +117,23 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 class Data:
     """What the model learns from."""
 
-    name: Literal["synthetic", "digits", "mnist", "cifar10", "text", "tokens", "own"] = "digits"
+    name: Literal["synthetic", "digits", "mnist", "cifar10", "text", "tokens", "imagefolder", "own"] = "digits"
     kind: Literal["images", "tokens", "regression"] | None = None
     """Kind of synthetic data. None: what the model reads."""
     path: str | None = None
     """Folder of mnist and cifar10 (None: datasets); for text, the file or folder to read (None: Python's sources);
-    for tokens, what lockstep tokenize made."""
+    for tokens, what lockstep tokenize made; for imagefolder, a folder with train/CLASS/*.png and test/CLASS/*.png."""
     download: bool = True
     """Fetch mnist or cifar10 when its files are not there."""
     samples: int = 4096
     """Size of a synthetic training set."""
     shape: tuple[int, ...] = (3, 32, 32)
-    """Shape of one synthetic image; for regression, the number of features."""
+    """Shape of one synthetic image, and what imagefolder resizes to; for regression, the number of features."""
     classes: int = 10
     """Classes of synthetic images; for regression, the number of outputs."""
+    augment: tuple[Literal["crop", "flip"], ...] = ()
+    """Of images: a part of each, padded by 4 pixels, as large as it was; every second one mirrored. What becomes of a
+    sample is decided by the seed, the epoch and its number."""
     max_bytes: int = 8_000_000
     """How much text to read at most."""
     import_: Import = None

@@ -9,6 +9,7 @@ from lockstep.data.batch import IGNORED, Batch, Share, shard_batch
 from lockstep.data.cifar10 import load_cifar10
 from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, Windows
 from lockstep.data.digits import load_digits
+from lockstep.data.images import ImageFolder, augmented, load_imagefolder
 from lockstep.data.mnist import load_mnist
 from lockstep.data.own import Mapped, Streamed, first_of, load_own
 from lockstep.data.reading import Reader
@@ -29,7 +30,7 @@ READS: dict[str, tuple[Kind, ...]] = {
 """Which kinds of data each model reads; the first is its synthetic default."""
 
 SETS_BY_KIND = {
-    "images": "digits, mnist, cifar10, synthetic",
+    "images": "digits, mnist, cifar10, imagefolder, synthetic",
     "tokens": "text, tokens, synthetic",
     "regression": "synthetic",
     "other": "own",
@@ -46,6 +47,8 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
         if data.path is None:
             raise UserError("data.name tokens needs data.path, a folder that lockstep tokenize has made")
         dataset = load_tokens(path, context)
+    elif data.name == "imagefolder":
+        dataset = load_imagefolder(path, data.shape)
     elif data.name == "own":
         dataset = load_own(data)
     elif data.name == "digits":
@@ -67,7 +70,7 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
         raise UserError(
             f"model.name {config.model.name} does not read {dataset.spec.kind} (data.name {data.name}); use {fitting}"
         )
-    return dataset
+    return augmented(dataset, data.augment, config.train.seed)
 
 
 def _synthetic(config: Config, context: int, device: torch.device | str) -> DataSet:
@@ -91,6 +94,7 @@ __all__ = [
     "Batch",
     "DataSet",
     "DataSpec",
+    "ImageFolder",
     "Mapped",
     "MappedTokens",
     "Reader",

@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import Sampler as Order
 
 from lockstep.data.batch import Batch, Share
-from lockstep.data.dataset import Split
-from lockstep.data.own import Mapped, Streamed, collated
+from lockstep.data.dataset import Samples, Split, Windows
+from lockstep.data.own import Streamed, collated
 from lockstep.data.sampler import Sampler, read_share
-from lockstep.data.tokens import MappedTokens
 
 
 class Reader:
@@ -43,13 +42,13 @@ class Reader:
         """(samples of the global batch, this rank's share of it), from step `start` on. A stream has one epoch."""
         if self.sampler is None:
             yield from self._stream(start)
-        elif self.workers and isinstance(self.split, Mapped | MappedTokens):
-            yield from self._by_workers(list(self.sampler.epoch(epoch, start)))
+        elif self.workers and not isinstance(getattr(self.split, "split", self.split), Samples | Windows):
+            yield from self._by_workers(epoch, list(self.sampler.epoch(epoch, start)))
         else:
             for indices in self.sampler.epoch(epoch, start):
-                yield len(indices), read_share(self.split, indices, self.share)
+                yield len(indices), read_share(self.split, indices, self.share, epoch)
 
-    def _by_workers(self, batches: list[Tensor]) -> Iterator[tuple[int, Batch]]:
+    def _by_workers(self, epoch: int, batches: list[Tensor]) -> Iterator[tuple[int, Batch]]:
         if self._loader is None:  # its workers stay for all epochs: it takes seconds to start them
             self._loader = DataLoader(
                 _Shares(self.split, self.share),
@@ -59,7 +58,7 @@ class Reader:
                 pin_memory=torch.cuda.is_available(),
                 persistent_workers=True,
             )
-        self._order.batches = batches
+        self._order.batches = [(epoch, indices) for indices in batches]
         for indices, (inputs, targets, filler) in zip(batches, self._loader, strict=True):
             yield len(indices), Batch(inputs, targets, bool(filler))
 
@@ -78,16 +77,17 @@ class _Shares(Dataset[Any]):
     def __init__(self, split: Split, share: Share) -> None:
         self.split, self.share = split, share
 
-    def __getitem__(self, indices: Any) -> tuple[Tensor, Tensor, bool]:
-        batch = read_share(self.split, indices, self.share)
+    def __getitem__(self, wanted: Any) -> tuple[Tensor, Tensor, bool]:
+        epoch, indices = wanted
+        batch = read_share(self.split, indices, self.share, epoch)
         return batch.inputs, batch.targets, batch.filler
 
 
 class _InOrder(Order[Any]):
-    """The global batches of an epoch, as they are."""
+    """(epoch, indices) of the global batches of an epoch, as they are."""
 
     def __init__(self) -> None:
-        self.batches: list[Tensor] = []
+        self.batches: list[tuple[int, Tensor]] = []
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)

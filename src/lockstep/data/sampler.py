@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.data.batch import Batch, Share
 from lockstep.data.dataset import Split
+from lockstep.data.images import Augmented
 
 
 @dataclass
@@ -42,7 +43,11 @@ class Sampler:
             yield order[step * self.batch_size : (step + 1) * self.batch_size]
 
 
-def read_share(split: Split, indices: Tensor, share: Share) -> Batch:
-    """One rank's samples of the global batch `indices`; a filler if the share is empty."""
+def read_share(split: Split, indices: Tensor, share: Share, epoch: int = 0) -> Batch:
+    """One rank's samples of the global batch `indices`; a filler if the share is empty. `epoch`: what augmentation
+    depends on.
+    """
     rows, filler = share.rows_or_filler(len(indices))
-    return replace(split.batch(indices[rows]), filler=filler)
+    mine = indices[rows]
+    batch = split.batch(mine, epoch) if isinstance(split, Augmented) else split.batch(mine)
+    return replace(batch, filler=filler)
