@@ -34,7 +34,11 @@ def test_every_example_is_tested() -> None:
     assert len((EXAMPLES / "naive_ddp.py").read_text().splitlines()) < 80
 
 
-@pytest.mark.parametrize("name", FAST)
+def slow_unless(*quick: str) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in FAST]
+
+
+@pytest.mark.parametrize("name", slow_unless("naive_ddp.py", "own_loop.py"))
 def test_it_runs(name: str, tmp_path: Path) -> None:
     flags, said = FAST[name]
     if name == "image_classifier.py":

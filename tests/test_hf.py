@@ -50,8 +50,8 @@ def verified(world: World, folder: str, names: list[str]) -> list[list[str]]:
     ("name", "ranks", "strategies"),
     [
         ("llama", 2, ["bucketed", "zero3", "single,tp=2"]),
-        ("llama", 4, ["fsdp,tp=2"]),
-        ("gpt2", 2, ["zero2", "fsdp"]),
+        pytest.param("llama", 4, ["fsdp,tp=2"], marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, ["zero2", "fsdp"], marks=pytest.mark.slow),
     ],
 )
 def test_they_train_as_one_process_would(

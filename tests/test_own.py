@@ -13,7 +13,8 @@ from lockstep.config import Config, Data, Own, Parallel, Train, load_config, sav
 from lockstep.data import Reader, Share, build_data
 from lockstep.layout.world import World
 from lockstep.models import build_model, forward_flops
-from lockstep.training.loop import train
+from lockstep.training.loop import makes_no_sense, train
+from lockstep.training.prepare import load_data, prepare_strategy
 from tests import own_code
 from tests.ranks import on_ranks
 
@@ -91,6 +92,21 @@ def test_callbacks_patience_and_evaluation_by_steps() -> None:
     assert result.steps == 6  # at 2 the first, at 4 and 6 none better
     assert [step for kind, step in own_code.TOLD if kind == "test"] == [2, 4, 6]
     assert [step for kind, step in own_code.TOLD if kind == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def notes(world: World) -> list[list[str]]:
+    given, found = config("tensors", batch_size=1), []
+    dataset = load_data(world, given)
+    for name in ("single", "bucketed"):
+        asked = replace(given, parallel=Parallel(name))
+        found.append(makes_no_sense(asked, prepare_strategy(world, asked, dataset)))
+    return found
+
+
+def test_a_setup_without_sense_is_told() -> None:
+    (alone, few), _ = on_ranks(notes, 2)
+    assert "each of the 2 ranks trains all of it by itself" in alone[0]
+    assert "a global batch of 1 leaves 1 of 2 ranks without a sample" in few[0]
 
 
 COMMON = "--device cpu --train.epochs 1 --train.batch-size 30"

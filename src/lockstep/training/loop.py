@@ -296,8 +296,8 @@ class Run:
             f"on {world.device.type} ({world.backend}), {config.train.precision}"
         )
         self.console.print(f"{batch_in_words(config, self.strategy)}, {counted(self.total_steps, 'step')}")
-        for line in slow_bf16(world.device.type, config.train.precision):
-            self.console.print(f"[yellow]{line}[/]")
+        for line in [*slow_bf16(world.device.type, config.train.precision), *makes_no_sense(config, self.strategy)]:
+            self.console.print(f"[yellow]{line}[/]", soft_wrap=True)
         if self.has_tokens:
             peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
             self.console.print(f"MFU: matrix products of the model, of a peak of {peak}")
@@ -446,3 +446,20 @@ def batch_in_words(config: Config, strategy: ParallelModel) -> str:
         over = f"{micro} micro-batches of each of " if micro > 1 else ""
         return f"global batch {total} over {over}{counted(ranks, 'rank')}, as evenly as it goes"
     return f"global batch {total} = {' x '.join(parts)}"
+
+
+def makes_no_sense(config: Config, strategy: ParallelModel) -> list[str]:
+    """What nobody wants who asks for it, and what works all the same."""
+    layout, batch = strategy.layout, config.train.batch_size
+    readers, found = layout.batch.size, []
+    if layout.world.size > 1 and layout.norm.size == 1:
+        found.append(
+            f"note: with parallel.data single each of the {layout.world.size} ranks trains all of it by itself; give "
+            f"--parallel.data bucketed, or leave --nproc out"
+        )
+    if batch < readers:
+        found.append(
+            f"note: a global batch of {batch} leaves {readers - batch} of {readers} ranks without a sample; raise "
+            f"--train.batch-size"
+        )
+    return found
