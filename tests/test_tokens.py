@@ -103,7 +103,7 @@ def test_mistakes_are_one_line(words: str, said: str, books: Path, capsys: pytes
 def test_what_was_cut_short_or_spoiled_is_refused(books: Path, tmp_path: Path) -> None:
     folder = tmp_path / "ids"
     main(["tokenize", str(books), "--out", str(folder)])
-    with pytest.raises(UserError, match="holds tokens already"):
+    with pytest.raises(UserError, match="is there already"):
         tokens.write_tokens([books / "a.txt"], folder)
     about = json.loads((folder / "tokens.json").read_text())
     for spoiled in ({**about, "count": about["count"] + 1}, {**about, "dtype": "float64"}, {"count": 3}, [], None):

@@ -8,7 +8,6 @@ A folder, which `lockstep tokenize` makes:
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 from lockstep.data.batch import Batch
 from lockstep.data.dataset import DataSet, DataSpec
 from lockstep.errors import UserError
+from lockstep.results.whole import made_whole
 
 IDS, ABOUT = "tokens.bin", "tokens.json"
 BYTES = "bytes"
@@ -110,14 +110,10 @@ def write_tokens(
     told: Callable[[int], None] = lambda _: None,
 ) -> About:
     """All of the files' text, in that order. Whole or not at all. `told`: how many bytes have been read, each time."""
-    if (folder / ABOUT).exists():
-        raise UserError(f"{folder} holds tokens already; remove it, or choose another --out")
     encode, vocabulary = encoder(tokenizer)
     dtype = "uint8" if vocabulary <= 2**8 else "uint16" if vocabulary <= 2**16 else "uint32"
-    part = folder.with_name(f".{folder.name}.part-{os.getpid()}")
-    part.mkdir(parents=True)
-    try:
-        count = 0
+    count = 0
+    with made_whole(folder) as part:
         with (part / IDS).open("wb") as out:
             for piece in pieces(files):
                 ids = np.asarray(encode(piece), dtype=dtype)
@@ -128,13 +124,6 @@ def write_tokens(
             os.fsync(out.fileno())
         about = About(count, dtype, vocabulary, tokenizer, test_share)
         (part / ABOUT).write_text(json.dumps(asdict(about), indent=1), encoding="utf-8")
-        if folder.exists():
-            folder.rmdir()  # an empty one
-        part.rename(folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}); choose another --out") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return about
 
 

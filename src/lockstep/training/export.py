@@ -3,10 +3,6 @@ Face's transformers load; and such a folder as a model of ours.
 """
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from lockstep.models import build_model
 from lockstep.models.convert import config_from_hf, tensors_from_hf, to_hf
 from lockstep.models.gpt import GPT
 from lockstep.models.lora import merge_lora
+from lockstep.results.whole import made_whole
 from lockstep.training.prepare import load_weights, prepared_model
 
 
@@ -136,21 +133,3 @@ def import_hf(source: Path, folder: Path) -> Config:
         save_config(config, part / "config.yaml")
         load_weights(build_model(model, DataSpec("tokens", (model.context,), 2)), part / "model.safetensors")
     return config
-
-
-@contextmanager
-def made_whole(folder: Path) -> Iterator[Path]:
-    """A new folder, whole or not at all."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; remove it, or choose another --out")
-    part = folder.with_name(f".{folder.name}.part-{os.getpid()}")
-    try:
-        part.mkdir(parents=True)
-        yield part
-        if folder.exists():
-            folder.rmdir()
-        part.rename(folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror or error}); choose another --out") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
