@@ -120,5 +120,7 @@ def print_verdicts(verdicts: list[Verdict], request: Request) -> None:
     for v in verdicts:
         for reason in v.failures:
             screen.print(f"[red]✗[/] {v.strategy}, {counted(v.world_size, 'rank')}: {reason}")
+    models = {name: count for v in verdicts for name, count in v.models.items()}
+    said = ", ".join(f"{name} of {count:,} parameters" for name, count in models.items())
     failed = sum(not v.passed for v in verdicts)
-    screen.print(f"{len(verdicts) - failed} of {len(verdicts)} passed")
+    screen.print(f"{len(verdicts) - failed} of {len(verdicts)} passed{f', with {said}' if said else ''}")

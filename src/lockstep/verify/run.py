@@ -35,6 +35,8 @@ class Verdict:
     law: str
     """Empty: the strategy is equal to one process. Else what it is held to instead."""
     comparisons: dict[str, Comparison] = field(default_factory=dict)
+    models: dict[str, int] = field(default_factory=dict)
+    """With which it was compared: name -> parameters."""
     counted: Traffic | None = None
     traffic_is_seen: bool = True
     """False where an engine sends out of our sight."""
@@ -139,6 +141,7 @@ class Proofs:
         for index, scenario in enumerate(scenarios):
             comparison, strategy = compare(self._reference(scenario, equal), equal, self.request.steps, self.table)
             verdict.comparisons[scenario.name] = comparison
+            verdict.models[scenario.model.name] = strategy.parameters
             if comparison.first is not None:
                 verdict.failures.append(f"{scenario.name}: {comparison.first}")
             if index == 0:
