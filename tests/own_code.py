@@ -35,6 +35,27 @@ def samples(count: int = 90) -> tuple[Tensor, Tensor]:
     return inputs, inputs.flatten(1)[:, :4].argmax(1)
 
 
+class Pair(Net):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+def arrays(count: int = 90) -> Any:
+    inputs, targets = samples(count)
+    return (inputs.numpy(), targets.numpy()), samples(20)
+
+
+def in_dicts() -> Any:
+    inputs, targets = samples()
+    return [{"x": x, "y": y} for x, y in zip(inputs, targets, strict=True)], samples(20)
+
+
+def odd_test() -> Any:
+    """A class that only the test set has."""
+    inputs, targets = samples()
+    return (inputs, targets), (inputs, targets + 4)
+
+
 def tensors(count: int = 90) -> Any:
     return samples(count), samples(20)
 
@@ -85,6 +106,10 @@ def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def per_sample(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def nothing(step: int, steps: int) -> None:
+    """A schedule without a return."""
 
 
 def linear(step: int, steps: int) -> float:

@@ -115,7 +115,7 @@ def test_one_process_loads_what_ranks_have_saved(tmp_path: Path) -> None:
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-12)
     assert lockstep.load(tmp_path / "nothing", first) == 0
-    with pytest.raises(lockstep.UserError, match="has no model"):
+    with pytest.raises(lockstep.UserError, match="which this model has not"):
         lockstep.load(tmp_path / "zero3", nn.Linear(2, 2, dtype=torch.float64))
     (tmp_path / "zero3" / "step-00000003" / "manifest.json").write_text("{}")
     with pytest.raises(lockstep.UserError, match="no whole checkpoint"):
@@ -135,3 +135,38 @@ def test_spawned_ranks_know_their_world() -> None:
     (first, second) = lockstep.spawn(ask, nproc=2, device="cpu")
     assert (first[:2], second[:2]) == ((0, 2), (1, 2))
     assert first[2] == second[2]
+
+
+class Named(nn.Module):
+    """With a part that is called as wrappers call what is in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def test_nothing_is_left_out_in_silence(tmp_path: Path) -> None:
+    first, second = Named(), Named()
+    groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(first.parameters())]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    for group in optimizer.param_groups:
+        group["lr"] /= 2  # a schedule's doing
+    first.head(first.module(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    lockstep.save(tmp_path / "a", first, optimizer, step=1)
+    again = torch.optim.SGD([{"params": [p], "lr": 1.0} for p in second.parameters()], momentum=0.9)
+    assert lockstep.load(tmp_path / "a", second, again) == 1
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert [group["lr"] for group in again.param_groups] == pytest.approx([0.05, 0.1, 0.15, 0.2])
+    with pytest.raises(lockstep.UserError, match=r"has model\.head\.bias \(and 1 more\), which this model has not"):
+        lockstep.load(tmp_path / "a", nn.ModuleDict({"module": nn.Linear(2, 2)}))
+    lockstep.save(tmp_path / "b", first, step=1)
+    with pytest.raises(lockstep.UserError, match="saved without the optimizer's state"):
+        lockstep.load(tmp_path / "b", second, again)
+    with pytest.raises(lockstep.UserError, match="step is -1"):
+        lockstep.save(tmp_path / "b", first, step=-1)
+
+
+def test_what_other_processes_cannot_find_is_refused() -> None:
+    with pytest.raises(lockstep.UserError, match="define it at the top of a file"):
+        lockstep.spawn(lambda: 1, nproc=2, device="cpu")

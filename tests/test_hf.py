@@ -1,6 +1,8 @@
 """Hugging Face's causal language models: trained as they are, and our GPT to and from GPT-2 and Llama."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from torch import nn
 
 from lockstep.cli import main
 from lockstep.config import GPT, HF, Config, Data, Train, load_config
+from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.models import build_model
+from lockstep.models.hf import build_hf
 from lockstep.training.export import export_hf, import_hf, load_model
 from lockstep.training.loop import train
 from lockstep.verify import Request, verify
@@ -97,6 +101,36 @@ def test_their_own_weights_give_their_own_logits(folders: dict[str, Path], tmp_p
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folders["gpt2"]).eval()
     tokens = torch.randint(300, (2, 20))
     assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_layer": "two"}, "'two' for what we call layers"),
+        ({"n_layer": 0}, "0 for what we call layers"),
+        ({"n_layer": 1}, "the weights have transformer.h.1"),
+        ({"n_layer": 3}, "the weights have no transformer.h.2"),
+        ({"n_embd": 16}, "config.json speaks of"),
+        ({"n_head": 0}, "0 for what we call heads"),
+        ({"vocab_size": None}, "cannot be imported"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    ],
+)
+def test_a_config_of_another_network_is_refused(
+    change: dict[str, Any], said: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """By `import`; and by `hf`, which would begin with random layers."""
+    spoiled = tmp_path / "spoiled"
+    shutil.copytree(folders["gpt2"], spoiled)
+    about = json.loads((spoiled / "config.json").read_text())
+    (spoiled / "config.json").write_text(json.dumps({**about, **change}))
+    with pytest.raises(UserError, match=re.escape(said)):
+        import_hf(spoiled, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    if change.get("n_layer") in (3, "two") or "n_embd" in change:
+        with pytest.raises(UserError, match=r"model\.path"):
+            build_hf(HF(path=str(spoiled)))
 
 
 def test_what_ours_is_not_is_refused(

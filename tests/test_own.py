@@ -30,6 +30,15 @@ def losses(world: World, given: Config) -> list[float]:
     return train(world, given, quiet=True).losses
 
 
+def test_what_was_never_logged_is_told_all_the_same() -> None:
+    quiet = config("arrays", steps=4, log_every=100, evaluate_steps=1, batch_size=30)
+    loud = config("arrays", steps=4, log_every=4, evaluate_steps=3, batch_size=30)
+    rare, often = (train(World(), given, quiet=True) for given in (quiet, loud))
+    assert rare.loss == pytest.approx(often.loss)
+    assert rare.spent.steps == often.spent.steps == 4
+    assert rare.spent.training <= rare.seconds
+
+
 @pytest.mark.parametrize("data", ["tensors", "by_number"])
 def test_every_number_of_ranks_trains_alike(data: str) -> None:
     own = {"loss": "tests.own_code:smoothed", "optimizer": "torch.optim:RMSprop", "schedule": "tests.own_code:linear"}
@@ -151,6 +160,20 @@ def test_commands_take_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
             "must return one number",
         ),
         ("--data.import tests.own_code:samples", "training set must be two tensors"),
+        (
+            "--model.import tests.own_code:Pair --data.import tests.own_code:tensors",
+            "gives a tuple, and must give one tensor",
+        ),
+        (
+            "--model.import tests.own_code:Net --data.import tests.own_code:in_dicts",
+            "must be (input, target), and is a dict",
+        ),
+        ("--model.import tests.own_code:Net --data.import tests.own_code:odd_test", "and the data has 8 classes"),
+        (
+            "--model.import tests.own_code:Net --data.import tests.own_code:tensors "
+            "--train.schedule tests.own_code:nothing",
+            "must give a factor of the rate, and gave None",
+        ),
         ("--data.import tests.own_code:not_a_module", "must return a training and a test set, and has returned int"),
     ],
 )

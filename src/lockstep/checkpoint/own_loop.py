@@ -11,17 +11,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoint.checkpoints import Checkpoints, load_checkpoint
 from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.errors import UserError
 from lockstep.layout import Held
 from lockstep.layout.group import group_of, shared_group
 from lockstep.layout.region import region_of
 from lockstep.layout.world import World
-from lockstep.parallel import FullyShardedDataParallel, Pipeline, ShardedOptimizer
+from lockstep.parallel import (
+    DataParallel,
+    FullyShardedDataParallel,
+    LocalSGD,
+    Pipeline,
+    ShardedDataParallel,
+    ShardedOptimizer,
+)
 from lockstep.strategies.sharded import owned_region
-from lockstep.strategies.state import RegionState
+from lockstep.strategies.state import RegionState, initialize_state
 
 
 def save(
@@ -31,16 +40,21 @@ def save(
     step: int = 0,
     keep_last: int = 3,
 ) -> None:
-    """Save what the next step depends on, to `folder/step-...`. Every rank must call it, with a folder that all see.
+    """Save what the next step depends on, to `folder/step-...`: weights, the optimizer's state, its rates and other
+    settings. Every rank must call it, with a folder that all see.
 
         lockstep.save("checkpoints", model, optimizer, step=100)
 
     `model`: plain, cut by `tensor_parallel`, or in a wrapper: ours, PyTorch's DDP or FSDP2. The older ones but for
     `keep_last` are removed when this one is on the disk; 0 keeps all.
     """
+    if step < 0:
+        raise UserError(f"step is {step}, but it must be 0 or more")
     world, group = here()
     checkpoints = Checkpoints(world, Path(folder), keep_last, asynchronous=False, group=group)
-    checkpoints.save(OwnLoop(model, optimizer, world), {"step": int(step)}, wait=True)  # type: ignore[arg-type]
+    loop = OwnLoop(model, optimizer, world)
+    run = {"step": int(step), "groups": settings_of(loop.local_optimizer) if optimizer is not None else []}
+    checkpoints.save(loop, run, wait=True)  # type: ignore[arg-type]
     if checkpoints.failed is not None:
         raise UserError(f"{folder}: the checkpoint of step {step} was not saved: {checkpoints.failed}")
 
@@ -60,7 +74,14 @@ def load(folder: str | Path, model: nn.Module | Pipeline, optimizer: torch.optim
         if damage:
             raise UserError(f"{folder} has no whole checkpoint: {damage[0]}")
         return 0
-    run = load_checkpoint(found, OwnLoop(model, optimizer, world), world, group)  # type: ignore[arg-type]
+    loop = OwnLoop(model, optimizer, world)
+    check_fits(found, loop, optimizer is not None)
+    run = load_checkpoint(found, loop, world, group)  # type: ignore[arg-type]
+    saved = run.get("groups")
+    if optimizer is not None and isinstance(saved, list) and len(saved) == len(loop.local_optimizer.param_groups):
+        for group_, settings in zip(loop.local_optimizer.param_groups, saved, strict=True):
+            known = {key: value for key, value in dict(settings).items() if key in group_ and key != "params"}
+            group_.update({key: tuple(v) if isinstance(v, list) else v for key, v in known.items()})
     return int(run["step"])
 
 
@@ -79,7 +100,7 @@ class OwnLoop:
 
     def __init__(self, model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         self.wrapper, self.optimizer = model, optimizer or no_optimizer()
-        self.model: nn.Module = model.stage if isinstance(model, Pipeline) else getattr(model, "module", model)
+        self.model = plain(model)
         group = group_of()
         self.layout = SimpleNamespace(world=world, batch=group, norm=group)
         self.options = SimpleNamespace(save_trained_only=False)
@@ -113,6 +134,38 @@ class OwnLoop:
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """There is none."""
+
+
+def plain(model: nn.Module | Pipeline) -> nn.Module:
+    """What a wrapper is around; a model's own part may be called `module` too."""
+    if isinstance(model, Pipeline):
+        return model.stage
+    wrappers = (DataParallel, ShardedDataParallel, FullyShardedDataParallel, LocalSGD, DistributedDataParallel)
+    return model.module if isinstance(model, wrappers) else model
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group of parameters: its rate, momentum, weight decay, as a schedule has left them."""
+    numbers = (bool, int, float, str, type(None))
+    return [
+        {key: value for key, value in group.items() if isinstance(value, numbers) or key == "betas"}
+        for group in optimizer.param_groups
+    ]
+
+
+def check_fits(found: Path, loop: "OwnLoop", with_optimizer: bool) -> None:
+    """Refuse what would be left out in silence: a part of the model, or the optimizer's whole state."""
+    from lockstep.checkpoint.storage import saved_names  # slow to import
+
+    theirs = saved_names(found)
+    initialize_state(loop.local_optimizer)
+    mine = {name for part in all_gather_objects(set(loop.state.state_dict()), loop.layout.norm) for name in part}
+    surplus = sorted(name for name in theirs - mine if name.startswith("model."))
+    if surplus:
+        raise UserError(f"{found} has {surplus[0]} (and {len(surplus) - 1} more), which this model has not")
+    has_state = any(name.startswith("optimizer.") for name in mine)
+    if with_optimizer and has_state and not any(name.startswith("optimizer.") for name in theirs):
+        raise UserError(f"{found} was saved without the optimizer's state; load it without the optimizer")
 
 
 def no_optimizer() -> torch.optim.Optimizer:

@@ -78,7 +78,8 @@ def summary(result: TrainResult, taken: str) -> list[str]:
     if isfinite(result.test_loss):
         loss, step = result.best or (result.test_loss, result.steps)
         at = "" if loss >= result.test_loss else f"; the lowest was {loss:.4f}, at step {step:,}"
-        lines.append(f"reached: train loss {result.loss:.4f}, test loss {result.test_loss:.4f}{at}")
+        train = f"train loss {result.loss:.4f}, " if isfinite(result.loss) else ""
+        lines.append(f"reached: {train}test loss {result.test_loss:.4f}{at}")
     if result.gave_up:
         lines.append("stopped early: train.patience evaluations in a row have found no lower test loss")
     split = result.spent.split()

@@ -6,10 +6,11 @@ an IterableDataset        a stream of (input, target), read from its beginning (
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
@@ -73,6 +74,8 @@ class Streamed:
 
 def collated(samples: list[Any], name: str) -> Batch:
     """Some samples, each (input, target), as one batch."""
+    if not isinstance(samples[0], tuple | list) or len(samples[0]) != 2:
+        raise UserError(f"{name}: a sample must be (input, target), and is a {type(samples[0]).__name__}")
     try:
         inputs, targets = default_collate(samples)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -96,13 +99,18 @@ def load_own(data: Data) -> DataSet:
     train, test = (split_of(part, f"data.import {name}, {which} set") for part, which in zip(found, KINDS, strict=True))
     if isinstance(test, Streamed):
         raise UserError(f"data.import {name}: the test set is a stream; give a Dataset or tensors, which have a length")
-    return DataSet(name, spec_of(train, data.classes), train, test)
+    spec = spec_of(train, data.classes)
+    if isinstance(test, Samples) and not test.targets.is_floating_point() and isinstance(train, Samples):
+        spec = replace(spec, classes=max(spec.classes, int(test.targets.max()) + 1))
+    return DataSet(name, spec, train, test)
 
 
 KINDS = ("training", "test")
 
 
 def split_of(given: Any, name: str) -> Split:
+    if isinstance(given, tuple | list) and len(given) == 2:
+        given = tuple(torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in given)
     if isinstance(given, tuple | list) and len(given) == 2 and all(isinstance(t, Tensor) for t in given):
         inputs, targets = given
         if len(inputs) != len(targets):

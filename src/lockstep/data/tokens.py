@@ -122,6 +122,8 @@ def write_tokens(
                 told(len(piece))
             out.flush()
             os.fsync(out.fileno())
+        if not count:
+            raise UserError(f"there is no text in {', '.join(str(file) for file in files[:3])}")
         about = About(count, dtype, vocabulary, tokenizer, test_share)
         (part / ABOUT).write_text(json.dumps(asdict(about), indent=1), encoding="utf-8")
     return about

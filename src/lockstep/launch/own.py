@@ -1,12 +1,14 @@
 """The ranks of anybody's own loop: `init` joins them, `spawn` starts some on this machine."""
 
 import atexit
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import UserError
 from lockstep.launch.adopt import adopt_environment
 from lockstep.launch.join import DeviceChoice, join_world
 from lockstep.launch.start import Launch, run_on_ranks
@@ -63,6 +65,13 @@ def spawn(
     In there `lockstep.init()` gives the rank's world. Under torchrun or srun the ranks are theirs, and it is called
     once in each. A rank that fails ends all, and its error is raised here.
     """
+    try:
+        pickle.dumps((function, args))
+    except Exception as error:  # whatever refuses to be pickled
+        raise UserError(
+            f"lockstep.spawn starts processes, which must find {getattr(function, '__name__', 'the function')} and its "
+            f"arguments by themselves: define it at the top of a file ({' '.join(str(error).split())[:150]})"
+        ) from None
     launch = Launch(nproc, device, backend, share_gpu, timeout)
     if adopt_environment():
         launch.nproc = None

@@ -115,7 +115,7 @@ def forward_flops(model: nn.Module, spec: DataSpec) -> int:
     return int(counter.get_total_flops()) if tried is not None else 0
 
 
-def outputs_on_meta(model: nn.Module, spec: DataSpec) -> Tensor | None:
+def outputs_on_meta(model: nn.Module, spec: DataSpec) -> Any:
     """Of one sample, without computing anything; None where an imported model does what that device does not know."""
     sample = torch.zeros((1, *spec.shape), dtype=torch.int64 if spec.kind == "tokens" else None, device="meta")
     try:
@@ -128,13 +128,17 @@ def outputs_on_meta(model: nn.Module, spec: DataSpec) -> Tensor | None:
         raise UserError(
             f"{type(model).__name__} cannot take samples of {shape} ({spec.kind}): {where_and_what(error)}"
         ) from error
-    return outputs if isinstance(outputs, Tensor) else None
+    return outputs
 
 
 def check_outputs(config: schema.Own, spec: DataSpec, own_loss: str | None) -> None:
     """Refuse an imported model whose outputs do not fit the data's targets, where no loss of the user's own does."""
     with torch.device("meta"):
         outputs = outputs_on_meta(own_model(config), spec)
+    if outputs is not None and not isinstance(outputs, Tensor):
+        raise UserError(
+            f"model.import {config.import_} gives a {type(outputs).__name__}, and must give one tensor, its outputs"
+        )
     if outputs is None or own_loss is not None:
         return
     if spec.kind == "regression":

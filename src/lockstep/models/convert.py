@@ -132,9 +132,16 @@ def hf_config(shape: Shape, form: str) -> dict[str, Any]:
 def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
     """What our config says for the same network; refused where ours has no such thing."""
     kind = theirs.get("model_type")
+    needs: dict[str, tuple[Any, ...]]
     try:
         if kind == "gpt2":
-            needs = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,)}
+            needs = {
+                "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+                "layer_norm_epsilon": (1e-5,),
+                "scale_attn_weights": (True,),
+                "scale_attn_by_inverse_layer_idx": (False,),
+                "tie_word_embeddings": (True,),
+            }
             found = schema.GPT(
                 d_model=theirs["n_embd"],
                 layers=theirs["n_layer"],
@@ -163,6 +170,10 @@ def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
             raise UserError(f"model_type is {kind!r}, and gpt2 and llama can be imported; train it as --model.name hf")
     except KeyError as missing:
         raise UserError(f"config.json has no {missing.args[0]}") from None
+    for key in ("d_model", "layers", "heads", "kv_heads", "context", "vocabulary"):
+        value = getattr(found, key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UserError(f"config.json gives {value!r} for what we call {key}, and it must be 1 or more")
     for key, allowed in needs.items():
         if theirs.get(key, allowed[0]) not in allowed:
             raise UserError(f"{key} is {theirs[key]}, and ours is {allowed[0]}; train it as --model.name hf instead")
@@ -199,4 +210,12 @@ def tensors_from_hf(config: schema.GPT, theirs: Tensors) -> Tensors:
             raise UserError(f"the weights have no {missing[0]}")
         parts = [theirs[name].t() if row.transposed else theirs[name] for name in row.theirs]
         found[row.ours] = torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].contiguous()
+    known = {name for row in rows(form, config.layers, config.tied) for name in row.theirs}
+    surplus = [name for name in theirs if name not in known and not name.endswith(UNUSED)]
+    if surplus and not (config.tied and surplus == ["lm_head.weight"]):
+        raise UserError(f"the weights have {surplus[0]}, which the network of config.json has not")
     return found
+
+
+UNUSED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Masks and tables that some folders hold, and no network needs."""

@@ -41,6 +41,7 @@ def build_hf(config: schema.HF) -> nn.Module:
     except ImportError:
         raise UserError(f"model.name hf needs the transformers package: {INSTALL}") from None
     folder = Path(str(config.path))
+    model: Any
     try:
         theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
         theirs.use_cache = False  # of keys and values, for writing
@@ -50,14 +51,24 @@ def build_hf(config: schema.HF) -> nn.Module:
         options: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": torch.float32}
         on_meta = torch.empty(0).device.type == "meta"
         if list(folder.glob("*.safetensors")) and not on_meta:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, config=theirs, local_files_only=True, use_safetensors=True, **options
-            )
+            options |= {"config": theirs, "local_files_only": True, "use_safetensors": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+            model, told = loaded
+            check_loaded(told, folder)
         else:
             model = AutoModelForCausalLM.from_config(theirs, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # a config or weights that transformers trips over, in whichever way
         raise UserError(f"model.path {folder} cannot be built: {' '.join(str(error).split())[:300]}") from None
     return with_logits(model.train())
+
+
+def check_loaded(told: dict[str, Any], folder: Path) -> None:
+    """Layers that its weights have not would begin at random, and those of other shapes too."""
+    for what, said in (("missing_keys", "its weights have no"), ("mismatched_keys", "its weights do not fit")):
+        if wrong := sorted(map(str, told.get(what) or ())):
+            raise UserError(f"model.path {folder}: {said} {wrong[0]} (and {len(wrong) - 1} more); mend its config.json")
 
 
 def with_logits(model: Any) -> nn.Module:

@@ -125,11 +125,18 @@ def import_hf(source: Path, folder: Path) -> Config:
         model = config_from_hf(about)
         theirs = {name: tensor for file in files for name, tensor in load_file(file).items()}
         tensors = tensors_from_hf(model, theirs)
-    except (UserError, SafetensorError, OSError) as error:
-        raise UserError(f"{source} cannot be imported: {error}") from None
+        ours = build_model(model, DataSpec("tokens", (model.context,), 2))
+        shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
+    except (UserError, SafetensorError, OSError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise UserError(f"{source} cannot be imported: {' '.join(str(error).split())[:300]}") from None
+    for name, shape in shapes.items():
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            has = tuple(tensors[name].shape) if name in tensors else "none"
+            raise UserError(
+                f"{source} cannot be imported: config.json speaks of {shape} for {name}, the weights of {has}"
+            )
     config = Config(model, Data(name="text"))
     with made_whole(folder) as part:
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
         save_config(config, part / "config.yaml")
-        load_weights(build_model(model, DataSpec("tokens", (model.context,), 2)), part / "model.safetensors")
     return config

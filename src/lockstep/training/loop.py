@@ -200,6 +200,7 @@ class Run:
     def train(self) -> TrainResult:
         self._announce()
         start = time.perf_counter()
+        self.window.start = mark(self.world.device)
         epoch = self.steps_done // self.steps_per_epoch
         with self.bar:
             while not self._is_over():
@@ -211,6 +212,9 @@ class Run:
                     if not self.stopped:
                         self._evaluate(epoch)
             self._look()
+        if self.window.steps:  # since the last line
+            self.losses.append(self.window.means()["loss"])
+            self._close_window(mark(self.world.device))
         if self.stopped:
             test_loss = test_accuracy = nan
         else:
@@ -228,7 +232,7 @@ class Run:
         return TrainResult(
             steps=self.steps_done,
             resumed_at=self.resumed_at,
-            loss=sum(recent) / max(1, len(recent)),
+            loss=sum(recent) / len(recent) if recent else nan,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
             seconds=time.perf_counter() - start,
@@ -255,12 +259,9 @@ class Run:
 
     def _save(self, wait: bool = False) -> None:
         assert self.checkpoints is not None
-        self._look()  # a window ends here: what follows is not training
-        self._close_window(mark(self.world.device))
         start = time.perf_counter()
         self.checkpoints.save(self.strategy, {"step": self.steps_done, **self._course()}, wait)
-        self.spent.saving += time.perf_counter() - start
-        self.window.start = mark(self.world.device)
+        self._was_away("saving", start)
         self._tell_problem()
 
     def _tell_problem(self) -> None:
@@ -376,6 +377,15 @@ class Run:
             return f"{samples_per_second * self.dataset.spec.shape[0]:,.0f} tokens/s"
         return f"{samples_per_second:,.0f} samples/s"
 
+    def _was_away(self, what: str, start: float) -> None:
+        """Since then nothing was trained."""
+        seconds = time.perf_counter() - start
+        setattr(self.spent, what, getattr(self.spent, what) + seconds)
+        if self.window.steps:
+            self.window.away += seconds
+        else:
+            self.window.start = mark(self.world.device)
+
     def _close_window(self, end: Mark) -> None:
         if self.window.steps:
             self.spent.add(self.window, end)
@@ -409,15 +419,14 @@ class Run:
         train = self.config.train
         per_micro_batch = max(1, train.batch_size // train.accumulation)
         fits = per_micro_batch if self.has_tokens else EVALUATION_BATCH  # logits are large
-        self._close_window(mark(self.world.device))
         start = time.perf_counter()
         found = evaluate(self.strategy, self.dataset.test, fits, train.evaluate_batches)
-        self.spent.evaluation += time.perf_counter() - start
-        self.window.start = mark(self.world.device)
+        self._was_away("evaluation", start)
         if found is None:
             self.stopped = True
             return nan, nan
         loss, accuracy = found
+        epoch = max(1, epoch)
         values = {"epoch": epoch, "loss": loss}
         words = f"loss {loss:.4f}"
         if self.dataset.spec.kind != "regression":
@@ -430,7 +439,8 @@ class Run:
         else:
             self.without_better += 1
             patience = self.config.train.patience
-            self.gave_up = patience is not None and self.without_better >= patience
+            last = self.steps_done >= self.total_steps
+            self.gave_up = patience is not None and self.without_better >= patience and not last
         self.console.print(f"step {self.steps_done:>6}  epoch {epoch:>3}  test {words}")
         return loss, accuracy
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from math import cos, pi
+from math import cos, inf, pi
 from typing import Any
 
 import torch
@@ -62,7 +62,10 @@ def learning_rate(train: Train, step: int, total_steps: int) -> float:
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
     if is_import(train.schedule):
-        return train.lr * float(imported(train.schedule, "train.schedule")(step, total_steps))
+        factor = imported(train.schedule, "train.schedule")(step, total_steps)
+        if not isinstance(factor, int | float) or not 0 <= factor < inf:
+            raise UserError(f"train.schedule {train.schedule} must give a factor of the rate, and gave {factor!r}")
+        return train.lr * float(factor)
     progress = (step - train.warmup_steps) / max(1, total_steps - train.warmup_steps)
     if train.schedule == "cosine":
         return train.lr * (train.lr_decay + (1 - train.lr_decay) * 0.5 * (1 + cos(pi * min(1.0, progress))))

@@ -18,6 +18,8 @@ class Window:
     start: Mark
     steps: int = 0
     samples: int = 0
+    away: float = 0.0
+    """Seconds of it in which nothing was trained: evaluation, saving."""
     sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, samples: int, values: dict[str, float]) -> None:
@@ -30,11 +32,14 @@ class Window:
         return {name: total / self.steps for name, total in self.sums.items()}
 
     def samples_per_second(self, end: Mark) -> float:
-        """By the device's clock: the host looks at a step later, and not always equally late."""
-        return self.samples / max(seconds_between(self.start, end), 1e-9)
+        return self.samples / self.seconds(end)
 
     def exposed_share(self, end: Mark) -> float:
-        return self.sums.get("exposed_ms", 0.0) / 1e3 / max(seconds_between(self.start, end), 1e-9)
+        return self.sums.get("exposed_ms", 0.0) / 1e3 / self.seconds(end)
+
+    def seconds(self, end: Mark) -> float:
+        """By the device's clock: the host looks at a step later, and not always equally late."""
+        return max(seconds_between(self.start, end) - self.away, 1e-9)
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Spent:
     def add(self, window: Window, end: Mark) -> None:
         self.steps += window.steps
         self.samples += window.samples
-        self.training += seconds_between(window.start, end)
+        self.training += window.seconds(end)
         for name in PHASES:
             self.phases[name] += window.sums.get(name, 0.0) / 1e3
 
