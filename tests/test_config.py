@@ -23,7 +23,7 @@ MISTAKES = {
     "train: {epochs: true}": "train.epochs is 'true', but it must be int",
     "train: {optimizer: adamm}": "train.optimizer is 'adamm', but it must be one of sgd, adam, adamw",
     "model: {channels: 8}": "model.channels is 8, but it must be a list of int",
-    "model: {name: vgg}": "model.name is 'vgg', but it must be one of mlp, cnn, resnet, gpt, own",
+    "model: {name: vgg}": "model.name is 'vgg', but it must be one of mlp, cnn, resnet, gpt, hf, own",
     "train: {lr: 1, lr: 2}": "key lr is given twice",
     "- 1": "holds list, but it must hold sections",
     "train: 3": "train is 3, but it must be a section of keys",
