@@ -128,3 +128,19 @@ def not_a_module() -> int:
 
 
 broken = None
+
+
+def fails(kind: str, step: int, values: dict[str, object]) -> None:
+    raise ZeroDivisionError("of the user's own")
+
+
+class Looks(nn.Module):
+    """Looks at a number, which the meta device does not have."""
+
+    def __init__(self, features: int = 16) -> None:
+        super().__init__()
+        self.only = nn.Linear(features, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.only(inputs.flatten(1))
+        return outputs if outputs.sum().item() > 0 else outputs + 1

@@ -257,7 +257,7 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals, 
     assert alive == []
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert "stopped by Ctrl-C and saved; go on with --resume" in output
+        assert "stopped by Ctrl-C and saved\ngo on: lockstep train" in output
         assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert "Traceback" not in output
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from lockstep.cli import main
-from lockstep.config import Config, Data, Own, Parallel, Train, load_config, save_config
+from lockstep.config import Checkpoint, Config, Data, Own, Parallel, Train, load_config, save_config
 from lockstep.data import Reader, Share, build_data
+from lockstep.errors import UserError
 from lockstep.layout.world import World
-from lockstep.models import build_model, forward_flops
-from lockstep.training.loop import makes_no_sense, train
+from lockstep.models import build_model, check_outputs, forward_flops
+from lockstep.training.loop import train
 from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.telling import makes_no_sense
 from tests import own_code
 from tests.ranks import on_ranks
 
@@ -103,6 +105,46 @@ def test_callbacks_patience_and_evaluation_by_steps() -> None:
     assert [step for kind, step in own_code.TOLD if kind == "train"] == [1, 2, 3, 4, 5, 6]
 
 
+def test_patience_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
+    given = config("tensors", evaluate_steps=2, lr=0.0, steps=4, schedule="constant")
+    given.checkpoint = Checkpoint(every=4)
+    train(World(), given, tmp_path, quiet=True)  # at 2 the first, at 4 none better
+    more = replace(given, train=replace(given.train, steps=20, patience=2))
+    result = train(World(), more, tmp_path, quiet=True, resume=tmp_path)
+    assert (result.gave_up, result.steps) == (True, 6)
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Where nothing becomes better, the first evaluation is the best of all; its checkpoint outlives `keep_last`."""
+    given = config("tensors", evaluate_steps=2, lr=0.0, steps=10, schedule="constant")
+    given.checkpoint = Checkpoint(every=2, keep_last=2, keep_best=True)
+    result = train(World(), given, tmp_path, quiet=True)
+    assert result.best is not None
+    assert result.best[1] == 2
+    folder = tmp_path / "checkpoints"
+    assert sorted(p.name for p in folder.glob("step-*")) == ["step-00000002", "step-00000008", "step-00000010"]
+    assert (folder / "best").resolve().name == "step-00000002"
+    again = replace(given, checkpoint=Checkpoint(keep_best=True), train=replace(given.train, lr=0.5))
+    better = train(World(), again, tmp_path / "again", quiet=True, resume=folder / "best")
+    assert better.resumed_at == 2
+    assert better.best is not None
+    assert better.best[0] < result.best[0]
+    assert (tmp_path / "again/checkpoints/best/manifest.json").exists()
+
+
+def test_a_callback_that_raises_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"train.callbacks tests.own_code:fails: ZeroDivisionError.*own_code.py, line"):
+        train(World(), config("tensors", callbacks=("tests.own_code:fails",)), quiet=True)
+
+
+def test_a_model_that_the_meta_device_cannot_run_is_tried_for_real() -> None:
+    """A `.item()` is no mistake, and what is one is told apart from it."""
+    spec = build_data(config("tensors")).spec
+    check_outputs(Own(import_="tests.own_code:Looks"), spec, None)
+    with pytest.raises(UserError, match="cannot take samples of"):
+        check_outputs(Own(import_="tests.own_code:Looks", args={"features": 5}), spec, None)
+
+
 def notes(world: World) -> list[list[str]]:
     given, found = config("tensors", batch_size=1), []
     dataset = load_data(world, given)
@@ -144,10 +186,10 @@ def test_commands_take_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         ("--model.import tests.own_code:Net --model.args.widht 3", "does not take the arguments {'widht': 3}"),
         ("--model.import tests.own_code:not_a_module", "must give an nn.Module, and gave a int"),
         ("--model.import tests.own_code:broken", "must be a class or a function"),
-        ("--model.import tests.own_code:Net", "Net cannot take samples of 1x8x8 (images): RuntimeError: a and b"),
+        ("--model.import tests.own_code:Net", "Net cannot take samples of 1x8x8 (images): RuntimeError: mat1 and mat2"),
         (
             "--model.import tests.own_code:Net --data.import tests.own_code:more_classes",
-            "gives outputs of shape (1, 4) for one sample, and the data has 5 classes",
+            "gives outputs of shape (4,) for one sample, and the data has 5 classes",
         ),
         ("--model.name own", "model.name own needs model.import"),
         ("--model.args.width 3", "give --model.import as well"),

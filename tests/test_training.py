@@ -29,10 +29,11 @@ from lockstep.strategies import (
 )
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.nonfinite import locate_nonfinite
-from lockstep.training.loop import TrainResult, train
+from lockstep.training.loop import train
 from lockstep.training.metrics import MetricsWriter
 from lockstep.training.optimizer import learning_rate, optimizer_factory
 from lockstep.training.prepare import options_for, prepare_strategy
+from lockstep.training.result import TrainResult
 from tests.ranks import on_ranks
 
 SMALL = CNN(channels=(8,), hidden=16)

@@ -73,6 +73,11 @@ _HOMES = {
 register_shm()
 
 
+def __dir__() -> list[str]:
+    """So that help(lockstep) shows what has not been imported yet."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import torch when it is first needed, so that `lockstep --help` answers at once."""
     if name in _HOMES:

@@ -5,6 +5,11 @@ class UserError(ValueError):
     """A mistake in what was asked for: says what was given, what is allowed and how to mend it.
 
     Commands print it as one line without a traceback, from whichever rank it comes.
+
+        try:
+            lockstep.pipeline_schedule("1f2b", stages=4, micro_batches=8)
+        except lockstep.UserError as mistake:
+            print(mistake)
     """
 
 

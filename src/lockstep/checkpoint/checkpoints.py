@@ -26,7 +26,7 @@ import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,14 @@ from lockstep.checkpoint import manifest
 from lockstep.errors import UserError
 from lockstep.layout import Held
 from lockstep.layout.world import World
-from lockstep.strategies import ParallelModel
+from lockstep.strategies.loss_scale import LossScale
+from lockstep.strategies.state import State
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in the run's folder."""
 LATEST = "latest"
+BEST = "best"
+"""A link to the checkpoint of the lowest test loss, where a run keeps it."""
 STEP = re.compile(r"step-\d{8,}")
 """The name of a checkpoint."""
 LOWEST_PRIORITY = 19
@@ -53,6 +56,15 @@ SLOWEST_DISK = 20e6
 def patience(world: World, parameters: int) -> timedelta:
     """How long ranks wait for one another in a save: what `--timeout` says, and the time that writing may take."""
     return timedelta(seconds=world.timeout + parameters * BYTES_PER_PARAMETER / SLOWEST_DISK)
+
+
+class Saved(Protocol):
+    """What is saved and loaded: a strategy, or a loop of the user's own."""
+
+    @property
+    def state(self) -> State: ...
+    @property
+    def loss_scale(self) -> LossScale | None: ...
 
 
 class Checkpoints:
@@ -81,8 +93,11 @@ class Checkpoints:
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
-    def save(self, strategy: ParallelModel, run: dict[str, Any], wait: bool = False) -> None:
-        """Save the strategy as it is now, and `run` (which has the `step`). Every rank must call it."""
+    def save(self, strategy: Saved, run: dict[str, Any], wait: bool = False, best: int | None = None) -> None:
+        """Save the strategy as it is now, and `run` (which has the `step`). Every rank must call it.
+
+        `best`: the step whose checkpoint is to be kept, however old it is.
+        """
         self.wait()
         strategy.state.before_saving()
         state = snapshot({**strategy.state.state_dict(), f"rng.{self.world.rank}": random_state(self.world.device)})
@@ -90,10 +105,10 @@ class Checkpoints:
         if strategy.loss_scale is not None:
             run["loss_scale"] = strategy.loss_scale.state_dict()
         if self.asynchronous and not wait:
-            self._saving = threading.Thread(target=self._write_beside, args=(state, run), daemon=True)
+            self._saving = threading.Thread(target=self._write_beside, args=(state, run, best), daemon=True)
             self._saving.start()
         else:
-            self._write(state, run)
+            self._write(state, run, best)
 
     @property
     def saving(self) -> bool:
@@ -106,17 +121,17 @@ class Checkpoints:
             self._saving.join()
             self._saving = None
 
-    def _write_beside(self, state: dict[str, Any], run: dict[str, Any]) -> None:
+    def _write_beside(self, state: dict[str, Any], run: dict[str, Any], best: int | None) -> None:
         """On a core that training has no use for at the moment: there is no hurry."""
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
-            self._write(state, run)
+            self._write(state, run, best)
         except RuntimeError as error:  # another rank is gone: training says which, and why
             self.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.problem = f"checkpoint step-{run['step']:08d} was not saved: {self.failed}"
 
-    def _write(self, state: dict[str, Any], run: dict[str, Any]) -> None:
+    def _write(self, state: dict[str, Any], run: dict[str, Any], best: int | None) -> None:
         name = f"step-{run['step']:08d}"
         part = self.folder / f".{name}.part"
         problem = self._agree(self._attempt(lambda: self._make_folder(part)))
@@ -129,7 +144,9 @@ class Checkpoints:
                 dist.all_gather_object(everyone, files, group=self.group)
             else:
                 everyone = [files]
-            complete = self._attempt(lambda: self._publish(part, name, run, everyone)) if self.world.is_main else None
+            complete = None
+            if self.world.is_main:
+                complete = self._attempt(lambda: self._publish(part, name, run, everyone, best))
             problem = self._agree(complete)
         self.failed = problem
         if problem is not None:
@@ -172,7 +189,9 @@ class Checkpoints:
         mine = [f for f in part.iterdir() if f.name.startswith(f"__{self.world.rank}_")]
         return manifest.describe(mine + ([part / manifest.METADATA] if self.world.is_main else []))
 
-    def _publish(self, part: Path, name: str, run: dict[str, Any], described: list[dict[str, dict[str, Any]]]) -> None:
+    def _publish(
+        self, part: Path, name: str, run: dict[str, Any], described: list[dict[str, dict[str, Any]]], best: int | None
+    ) -> None:
         manifest.write_durably(part / manifest.RUN, json.dumps(run, indent=1))
         files = {k: v for rank in described for k, v in rank.items()}
         manifest.write_manifest(part, {**files, **manifest.describe([part / manifest.RUN])})
@@ -188,9 +207,16 @@ class Checkpoints:
             raise
         finally:
             clean(self.folder)
+        kept = None if best is None else self.folder / f"step-{best:08d}"
+        if kept is not None and kept.is_dir():
+            link = self.folder / f".{BEST}.new"
+            link.unlink(missing_ok=True)
+            link.symlink_to(kept.name)
+            link.replace(self.folder / BEST)
         older = [folder for folder in self.all() if folder.name <= name]
         for old in older[: -self.keep_last] if self.keep_last else []:
-            shutil.rmtree(old, ignore_errors=True)
+            if old != kept:
+                shutil.rmtree(old, ignore_errors=True)
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
@@ -233,7 +259,7 @@ class Checkpoints:
             dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
 
-    def load(self, folder: Path, strategy: ParallelModel) -> dict[str, Any]:
+    def load(self, folder: Path, strategy: Saved) -> dict[str, Any]:
         """Fill the strategy; returns what was saved as `run`. `folder` must have been checked."""
         return load_checkpoint(folder, strategy, self.world, self.group)
 
@@ -249,7 +275,7 @@ def clean(folder: Path) -> None:
 
 
 def load_checkpoint(
-    folder: Path, strategy: ParallelModel, world: World, group: dist.ProcessGroup | None = None
+    folder: Path, strategy: Saved, world: World, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     from lockstep.checkpoint import storage
 

@@ -54,7 +54,7 @@ def save(
     checkpoints = Checkpoints(world, Path(folder), keep_last, asynchronous=False, group=group)
     loop = OwnLoop(model, optimizer, world)
     run = {"step": int(step), "groups": settings_of(loop.local_optimizer) if optimizer is not None else []}
-    checkpoints.save(loop, run, wait=True)  # type: ignore[arg-type]
+    checkpoints.save(loop, run, wait=True)
     if checkpoints.failed is not None:
         raise UserError(f"{folder}: the checkpoint of step {step} was not saved: {checkpoints.failed}")
 
@@ -76,7 +76,7 @@ def load(folder: str | Path, model: nn.Module | Pipeline, optimizer: torch.optim
         return 0
     loop = OwnLoop(model, optimizer, world)
     check_fits(found, loop, optimizer is not None)
-    run = load_checkpoint(found, loop, world, group)  # type: ignore[arg-type]
+    run = load_checkpoint(found, loop, world, group)
     saved = run.get("groups")
     if optimizer is not None and isinstance(saved, list) and len(saved) == len(loop.local_optimizer.param_groups):
         for group_, settings in zip(loop.local_optimizer.param_groups, saved, strict=True):
@@ -104,7 +104,7 @@ class OwnLoop:
         group = group_of()
         self.layout = SimpleNamespace(world=world, batch=group, norm=group)
         self.options = SimpleNamespace(save_trained_only=False)
-        self.state = RegionState(self)  # type: ignore[arg-type]
+        self.state = RegionState(self)
 
     def held(self) -> dict[str, Held]:
         if isinstance(self.optimizer, ShardedOptimizer):

@@ -12,6 +12,7 @@ import psutil
 import torch
 import tyro
 
+from lockstep.cli.flags import without_flag
 from lockstep.config import (
     CNN,
     GPT,
@@ -28,7 +29,7 @@ from lockstep.config import (
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
-from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link, without_flag
+from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link
 from lockstep.models import build_model, parameter_count
 from lockstep.strategies import check_parallel, degrees_of
 from lockstep.strategies.combining import check_cuts
@@ -74,8 +75,6 @@ class RunArguments:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     def config(self) -> Config:
-        if self.data.import_ is not None:
-            self.data.name = "own"
         config = Config(self.model, self.data, self.train, self.parallel, self.lora, self.checkpoint)
         check_ranges(config)
         return config

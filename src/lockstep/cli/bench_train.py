@@ -21,14 +21,14 @@ from lockstep.cli.arguments import (
     over_link,
     parse,
 )
-from lockstep.cli.flags import config_from, flag_value, sections
+from lockstep.cli.flags import config_from, flag_value, sections, without_flag
 from lockstep.cli.tables import console, keep, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
 from lockstep.config import Config
 from lockstep.errors import RankError, UserError
 from lockstep.launch import adopt_environment, run_on_ranks
 from lockstep.launch.join import check_known
-from lockstep.launch.link import DEFAULT_RANKS, OVER_LINK, without_flag
+from lockstep.launch.link import DEFAULT_RANKS, OVER_LINK
 from lockstep.launch.start import falls_back_to_cpu
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config

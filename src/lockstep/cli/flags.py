@@ -89,5 +89,18 @@ def flag_value(argv: list[str], flag: str) -> str | None:
     return None
 
 
+def without_flag(argv: list[str], *flags: str) -> list[str]:
+    """The arguments without these flags and their values."""
+    kept, skip = [], False
+    for word in argv:
+        if skip:
+            skip = False
+        elif word in flags:
+            skip = True
+        elif not any(word.startswith(f"{flag}=") for flag in flags):
+            kept.append(word)
+    return kept
+
+
 def sections(config: Config) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}

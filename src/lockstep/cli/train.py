@@ -1,13 +1,15 @@
 """`lockstep train`."""
 
+import shlex
 import sys
 from dataclasses import dataclass
 from math import isfinite
 
 from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths, parse
-from lockstep.cli.flags import config_from, sections
-from lockstep.launch import run_on_ranks
-from lockstep.training.loop import TrainResult, train_in_folder
+from lockstep.cli.flags import config_from, sections, without_flag
+from lockstep.launch import adopt_environment, run_on_ranks
+from lockstep.training.loop import train_in_folder
+from lockstep.training.result import TrainResult
 from lockstep.words import counted
 
 INTERRUPTED = 130
@@ -53,11 +55,11 @@ def main(argv: list[str]) -> int:
         launch=arguments.launch,
         saves_when_stopped=True,
     )[0]
-    return told(result) if result.is_main else int(result.not_saved is not None)
+    return told(result, argv) if result.is_main else int(result.not_saved is not None)
 
 
-def told(result: TrainResult) -> int:
-    """Say how the run has ended; the exit status is 0 only if all that it should leave behind is there."""
+def told(result: TrainResult, argv: list[str]) -> int:
+    """Say how the run has ended and how to go on; the exit status is 0 only if all is there that it should leave."""
     taken = counted(result.steps - result.resumed_at, "step") + (
         f", up to {result.steps}," if result.resumed_at else ""
     )
@@ -68,8 +70,21 @@ def told(result: TrainResult) -> int:
         print(f"error: {ended}the last checkpoint was not saved: {result.not_saved}", file=sys.stderr)
         return 1
     if result.stopped:
-        print(f"stopped by {result.stopped_by} and saved; go on with --resume {result.folder}")
+        print(f"stopped by {result.stopped_by} and saved")
+    print(to_go_on(result, argv))
     return INTERRUPTED if result.stopped_by == "Ctrl-C" else 0
+
+
+def to_go_on(result: TrainResult, argv: list[str]) -> str:
+    """The command that goes on with this run, or what was missing for it."""
+    if result.saved_at < 0:
+        return "no checkpoint was asked for: with --checkpoint.every N one can go on from a run, export and generate"
+    command = without_flag(argv, "--resume", "--run-dir")
+    if not result.stopped:
+        command = [*without_flag(command, "--train.steps", "--train.epochs"), "--train.steps", str(2 * result.steps)]
+    until = "" if result.stopped else f", here for {counted(result.steps, 'step')} more"
+    started = "... -m lockstep" if adopt_environment() else "lockstep"  # by torchrun or srun, with flags of theirs
+    return f"go on{until}: {started} train {shlex.join(command)} --resume {shlex.quote(str(result.folder))}"
 
 
 def summary(result: TrainResult, taken: str) -> list[str]:

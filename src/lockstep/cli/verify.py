@@ -66,8 +66,6 @@ def main(argv: list[str]) -> int:
     request.savers = arguments.savers
     if isinstance(arguments.model, Own):
         request.own = Config(arguments.model, arguments.data, arguments.train)
-        if request.own.data.import_ is not None:
-            request.own.data.name = "own"
         check_ranges(request.own)
     if arguments.link is not None:
         return over_link("verify", arguments.link, argv, arguments.launch)

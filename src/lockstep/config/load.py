@@ -54,8 +54,6 @@ def structure(values: dict[str, Any], model: type, where: str) -> Config:
 def _structure_section(values: dict[str, Any], cls: Any, section: str, where: str) -> Any:
     options = dacite.Config(type_hooks={float: _as_float, int: _not_bool})
     values = {field_name(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    if section == "data" and values.get("import_") is not None:
-        values = {"name": "own", **values}
     try:
         return dacite.from_dict(cls, values, options)
     except dacite.WrongTypeError as error:

@@ -64,8 +64,9 @@ def only_taken(make: Callable[..., Any], offered: dict[str, Any]) -> dict[str, A
 
 
 def where_and_what(error: BaseException) -> str:
-    """Of an error in a user's own code, on one line."""
+    """Of an error in a user's own code, on one line, with the last line of theirs that it went through."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename and "lockstep/config" not in frame.filename]
+    others = ("importlib", "site-packages", str(Path(__file__).parent.parent))
+    own = [frame for frame in frames if not any(part in frame.filename for part in others)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"

@@ -143,6 +143,10 @@ class Data:
     workers: int = 0
     """Processes of each rank that read a Dataset ahead. 0: the rank itself, when it needs a batch."""
 
+    def __post_init__(self) -> None:
+        if self.import_ is not None:
+            self.name = "own"
+
 
 @dataclass
 class Train:
@@ -294,6 +298,9 @@ class Checkpoint:
     """Steps between two checkpoints, and one at the end; 0: none. On SIGTERM one is always saved."""
     keep_last: int = 3
     """How many to keep; 0: all."""
+    keep_best: bool = False
+    """Save also after each evaluation that has found the lowest test loss so far, and keep that one: checkpoints/best
+    leads to it."""
     asynchronous: bool = True
     """Write beside training: a step waits for the copy in memory only."""
 

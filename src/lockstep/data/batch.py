@@ -89,7 +89,7 @@ def shard_batch(batch: T, rank: int, world_size: int) -> T:
     Shares are contiguous and together hold every row exactly once; sizes differ by at most one, so with an uneven
     batch weight each rank's mean loss by its rows.
 
-        inputs, targets = shard_batch((inputs, targets), rank, world_size)
+        inputs, targets = lockstep.shard_batch((inputs, targets), world.rank, world.size)
     """
     share = Share(rank, world_size)
 

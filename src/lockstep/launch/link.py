@@ -253,16 +253,3 @@ def _torchrun(number: int, ranks_per_node: int, folder: str, arguments: list[str
         f"--local-addr={ADDRESS.format(number + 1)}",
         *("-m", "lockstep", *arguments),
     ]
-
-
-def without_flag(argv: list[str], *flags: str) -> list[str]:
-    """The arguments without these flags and their values."""
-    kept, skip = [], False
-    for word in argv:
-        if skip:
-            skip = False
-        elif word in flags:
-            skip = True
-        elif not any(word.startswith(f"{flag}=") for flag in flags):
-            kept.append(word)
-    return kept

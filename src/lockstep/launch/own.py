@@ -28,7 +28,7 @@ def init(
 
         world = lockstep.init()
         model = model.to(world.device)
-        local = lockstep.shard_batch(batch, world.rank, world.size)
+        mine = lockstep.shard_batch(inputs, world.rank, world.size)
 
     `backend`: by default nccl on GPUs, shm on the CPUs of one machine, gloo on those of several. `seed`: of torch's
     random numbers, the same on every rank; None leaves them alone. Asked again, it gives the same world.

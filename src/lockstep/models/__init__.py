@@ -1,20 +1,17 @@
 """Networks as plain single-device code: no model mentions ranks."""
 
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from lockstep.config import schema
-from lockstep.config.own import called, where_and_what
 from lockstep.data.dataset import DataSpec
 from lockstep.errors import UserError
 from lockstep.models.cnn import CNN
 from lockstep.models.deferred import seeded
+from lockstep.models.flops import forward_flops, training_flops
 from lockstep.models.gpt import GPT, SIZES, Shape
 from lockstep.models.hf import build_hf, vocabulary_of
 from lockstep.models.mlp import MLP
+from lockstep.models.own import check_outputs, own_model
 from lockstep.models.resnet import ResNet
 
 
@@ -57,14 +54,6 @@ def is_others(config: schema.Model) -> bool:
     return isinstance(config, schema.HF | schema.Own)
 
 
-def own_model(config: schema.Own) -> nn.Module:
-    assert config.import_ is not None, "checked with the config"
-    found = called(config.import_, "model.import", config.args)
-    if not isinstance(found, nn.Module):
-        raise UserError(f"model.import {config.import_} must give an nn.Module, and gave a {type(found).__name__}")
-    return found
-
-
 def gpt_shape(config: schema.GPT, spec: DataSpec) -> Shape:
     d_model, layers, heads = (
         (config.d_model, config.layers, config.heads) if config.size == "custom" else SIZES[config.size]
@@ -100,63 +89,6 @@ def gpt_shape(config: schema.GPT, spec: DataSpec) -> Shape:
 def parameter_count(model: nn.Module) -> int:
     """Every parameter once, tied ones too."""
     return sum(p.numel() for p in model.parameters())
-
-
-def forward_flops(model: nn.Module, spec: DataSpec) -> int:
-    """Multiplications and additions (2 per multiply-add) of one sample's forward pass, matrix products only: what the
-    model says, or what is counted on the meta device, where it must be then. 0 where that cannot run.
-    """
-    says: Any = getattr(model, "forward_flops", None)
-    if says is not None:
-        return int(says())
-    counter = FlopCounterMode(display=False)
-    with counter:
-        tried = outputs_on_meta(model, spec)
-    return int(counter.get_total_flops()) if tried is not None else 0
-
-
-def outputs_on_meta(model: nn.Module, spec: DataSpec) -> Any:
-    """Of one sample, without computing anything; None where an imported model does what that device does not know."""
-    sample = torch.zeros((1, *spec.shape), dtype=torch.int64 if spec.kind == "tokens" else None, device="meta")
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            outputs = model(sample)
-    except Exception as error:
-        if isinstance(error, NotImplementedError) or "meta" in str(error):
-            return None
-        shape = "x".join(map(str, spec.shape))
-        raise UserError(
-            f"{type(model).__name__} cannot take samples of {shape} ({spec.kind}): {where_and_what(error)}"
-        ) from error
-    return outputs
-
-
-def check_outputs(config: schema.Own, spec: DataSpec, own_loss: str | None) -> None:
-    """Refuse an imported model whose outputs do not fit the data's targets, where no loss of the user's own does."""
-    with torch.device("meta"):
-        outputs = outputs_on_meta(own_model(config), spec)
-    if outputs is not None and not isinstance(outputs, Tensor):
-        raise UserError(
-            f"model.import {config.import_} gives a {type(outputs).__name__}, and must give one tensor, its outputs"
-        )
-    if outputs is None or own_loss is not None:
-        return
-    if spec.kind == "regression":
-        if outputs[0].numel() != spec.classes:
-            raise UserError(
-                f"model.import {config.import_} gives {outputs[0].numel()} numbers for a sample, and the data has "
-                f"{spec.classes}; make them alike, or give --train.loss"
-            )
-    elif outputs.dim() < 2 or outputs.shape[-1] < spec.classes:
-        raise UserError(
-            f"model.import {config.import_} gives outputs of shape {tuple(outputs.shape)} for one sample, and the data "
-            f"has {spec.classes} classes; the last size must be at least that, or give --train.loss"
-        )
-
-
-def training_flops(model: nn.Module, spec: DataSpec) -> int:
-    """Of one sample's forward and backward pass: backward costs two products for each of forward's."""
-    return 3 * forward_flops(model, spec)
 
 
 __all__ = [

@@ -47,7 +47,12 @@ def positions_of(rank: int, ranks: int, length: int) -> Tensor:
 
 
 def shard_sequence(tensor: Tensor, dim: int, process_group: GroupLike = None) -> Tensor:
-    """This rank's positions of a tensor that every rank has whole; `dim` is that of the positions."""
+    """This rank's positions of a tensor that every rank has whole; `dim` is that of the positions.
+
+        mine = lockstep.shard_sequence(tokens, dim=1)
+
+    Zig-zag: the first rank has the first and the last chunk, so that causal attention costs all ranks the same.
+    """
     group = group_of(process_group, "cp")
     if group.size == 1:
         return tensor
@@ -55,7 +60,13 @@ def shard_sequence(tensor: Tensor, dim: int, process_group: GroupLike = None) ->
 
 
 def gather_sequence(tensor: Tensor, dim: int, process_group: GroupLike = None) -> Tensor:
-    """The opposite: all positions, in their order, from the ranks' parts. Every rank gets the whole."""
+    """The opposite of `shard_sequence`: all positions, in their order, from the ranks' parts.
+
+        mine = lockstep.shard_sequence(tokens, dim=1)
+        assert torch.equal(lockstep.gather_sequence(mine, dim=1), tokens)
+
+    Every rank gets the whole.
+    """
     group = group_of(process_group, "cp")
     if group.size == 1:
         return tensor
@@ -74,7 +85,10 @@ def natural_order(group: Group, length: int) -> Tensor:
 
 @uncompiled
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
-    """Attention of this rank's queries to all ranks' keys.
+    """Attention of this rank's queries to all ranks' keys, which go round a ring.
+
+        q, k, v = (lockstep.shard_sequence(x, dim=2) for x in (q, k, v))
+        mine = lockstep.ring_attention(q, k, v, causal=True)
 
     q: (batch, heads, this rank's positions, dim); k and v may have fewer heads. Positions are as `shard_sequence` cuts.
     """
@@ -198,7 +212,13 @@ def shrunk(gradient: Tensor, heads: int) -> Tensor:
 
 @uncompiled
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, process_group: GroupLike = None) -> Tensor:
-    """As `ring_attention`, by an all-to-all over heads and one back."""
+    """As `ring_attention`, by an all-to-all over heads and one back.
+
+        q, k, v = (lockstep.shard_sequence(x, dim=2) for x in (q, k, v))
+        mine = lockstep.ulysses_attention(q, k, v, causal=True)
+
+    The ranks must divide the heads.
+    """
     check_shapes(q, k, v)
     group = group_of(process_group, "cp")
     n, heads = group.size, q.shape[1]

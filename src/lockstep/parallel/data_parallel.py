@@ -42,10 +42,12 @@ MIB = 1024 * 1024
 class DataParallel(GradientWrapper):
     """Wraps a module; call it like the module.
 
-    model = DataParallel(model, sync="bucketed")
-    model(inputs).sum().backward()  # now p.grad is the mean over the ranks
-    optimizer.step()
-    optimizer.zero_grad()
+        model = lockstep.DataParallel(model, sync="bucketed")
+        model(inputs).sum().backward()  # now p.grad is the mean over the ranks
+        optimizer.step()
+        optimizer.zero_grad()
+
+    All ranks begin with the first rank's weights. Parameters keep their names.
     """
 
     def __init__(

@@ -68,11 +68,13 @@ class GradientBuffer:
 class FullyShardedDataParallel(ShardedModule):
     """Wraps a module; call it like the module.
 
-    model = FullyShardedDataParallel(model, shard=Block)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(inputs).sum().backward()  # now p.grad is this rank's piece of the mean
-    optimizer.step()
-    optimizer.zero_grad()
+        model = lockstep.FullyShardedDataParallel(model, shard=nn.Linear)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(inputs).sum().backward()  # now p.grad is this rank's piece of the mean
+        optimizer.step()
+        optimizer.zero_grad()
+
+    All ranks begin with the first rank's weights; between uses a rank holds its piece of each unit only.
     """
 
     def __init__(

@@ -25,7 +25,15 @@ CHUNK_BYTES = 25 * 1024 * 1024
 
 
 class LocalSGD:
-    """Call `after_step()` after each optimizer step; every `every` steps it averages the model."""
+    """Call `after_step()` after each optimizer step; every `every` steps it averages the model.
+
+        averaging = lockstep.LocalSGD(model, every=8)
+        model(inputs).sum().backward()  # nothing is sent
+        optimizer.step()
+        averaging.after_step()
+
+    `outer_lr` above 0: DiLoCo, which takes the averaged change for a gradient of Nesterov's momentum.
+    """
 
     def __init__(
         self,

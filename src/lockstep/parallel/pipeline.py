@@ -33,7 +33,15 @@ Loss = Callable[..., Tensor]
 
 
 class Pipeline:
-    """One rank's part of a model that is spread over the ranks of a group, layer after layer."""
+    """One rank's part of a model that is spread over the ranks of a group, layer after layer.
+
+        pipe = lockstep.Pipeline(model, schedule="1f1b", micro_batches=4)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        loss = pipe.step(inputs, targets, F.cross_entropy)  # forward, backward, and what is between the ranks
+        optimizer.step()
+
+    Every rank gives the same inputs and targets, and gets the same loss.
+    """
 
     def __init__(
         self,

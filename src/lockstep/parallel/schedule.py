@@ -219,6 +219,9 @@ SCHEDULES = tuple(ORDERS)
 def pipeline_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
     """For every stage, that is every rank of the pipeline, what it does in a step.
 
+        stages = lockstep.pipeline_schedule("1f1b", stages=4, micro_batches=8)
+        print([(i.kind, i.micro_batch) for i in stages[0]])
+
     `chunks`: parts of the model per rank, of interleaved (2 or more to be of use) and zb-v (always 2).
     """
     check_schedule(name, stages, micro_batches, chunks)

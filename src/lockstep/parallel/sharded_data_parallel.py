@@ -92,11 +92,13 @@ class GradientBucket:
 class ShardedDataParallel(GradientWrapper):
     """Wraps a module whose parameters a `ShardedOptimizer` has; call it like the module.
 
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    model = ShardedDataParallel(model, optimizer, stage=2)
-    model(inputs).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+        optimizer = lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        model = lockstep.ShardedDataParallel(model, optimizer, stage=2)
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    All ranks begin with the first rank's weights. Stage 2 lets go of what other ranks own of a gradient at once.
     """
 
     def __init__(

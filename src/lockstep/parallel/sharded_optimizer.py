@@ -101,7 +101,10 @@ class OwnedPiece:
 class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is spread over the ranks.
 
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        optimizer = lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        model = lockstep.ShardedDataParallel(model, optimizer, stage=1)
+
+    Each rank updates its part of every bucket, and the ranks gather what the others have updated.
     """
 
     def __init__(

@@ -53,6 +53,9 @@ def tensor_parallel(
 ) -> nn.Module:
     """Cut `module`, which every rank has whole, over the ranks of the group. All begin with the first rank's weights.
 
+        lockstep.tensor_parallel(model, {"0": "column", "2": "row"})
+        model(inputs).sum().backward()  # inputs, outputs and gradients as of the whole model
+
     `plan`: patterns of module names and what becomes of them; None: the module's own `tensor_plan()`.
     """
     group = group_of(process_group, "tp")

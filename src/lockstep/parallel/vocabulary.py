@@ -28,6 +28,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Loss of each target, 0 where it is IGNORED (-100), in fp32 or better: the shape of `targets`.
 
+        logits_part = torch.randn(8, 6 // world.size, requires_grad=True)  # of a vocabulary of 6
+        lockstep.vocab_parallel_cross_entropy(logits_part, targets).mean().backward()
+
     logits_part: (..., this rank's part of the vocabulary). `start`: the first of its columns; None: the ranks ask each
     other, and their parts lie end to end.
     """

@@ -19,7 +19,6 @@ from lockstep.errors import UserError
 from lockstep.layout import Box, Group, Held, Region
 from lockstep.layout.region import local, overlapping
 from lockstep.parallel.wrapper import broadcast_buffers
-from lockstep.strategies.engine import Engine
 
 Leaf = Any
 """Held, Tensor, or, under own., a nest of plain values and tensors."""
@@ -44,10 +43,28 @@ class State(Protocol):
         """Layout-free: original names, whole tensors, on every rank."""
 
 
+class Holder(Protocol):
+    """Whose state it is: an engine, or a loop of the user's own (`checkpoint/own_loop.py`)."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def layout(self) -> Any: ...
+    @property
+    def options(self) -> Any: ...
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer: ...
+    def held(self) -> dict[str, Held]: ...
+    def trained(self) -> dict[str, Held]: ...
+    def own_state(self) -> dict[str, Any]: ...
+    def load_own_state(self, state: dict[str, Any]) -> None: ...
+    def after_load(self) -> None: ...
+
+
 class RegionState:
     """Of engines whose parameters are regions of the model's."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Holder) -> None:
         self.engine, self.rank = engine, engine.layout.world.rank
         self._answers: dict[str, dict[str, tuple[Box, ...]]] = {}
 

@@ -4,75 +4,36 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass, field
-from math import nan
+from dataclasses import asdict, dataclass
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 
 from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.checkpoint.manifest import MANIFEST, read_run
-from lockstep.comm.ledger import Ledger, Mark, mark
+from lockstep.comm.ledger import mark
 from lockstep.config import Config, check_ranges, save_config
-from lockstep.config.own import imported
-from lockstep.data import Batch, DataSet, Reader
+from lockstep.data import DataSet, Reader
 from lockstep.errors import UserError
 from lockstep.layout.world import World
-from lockstep.measure.peak import peak_flops, slow_bf16
 from lockstep.results.record import Record
-from lockstep.strategies import ParallelModel, StepResult, strategy_name
+from lockstep.strategies import ParallelModel
 from lockstep.strategies.nonfinite import locate_nonfinite
-from lockstep.strategies.pipeline import micro_batches_of
-from lockstep.strategies.step import Phases
 from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
-from lockstep.training.metrics import MetricsWriter, step_breakdown, writing_to
+from lockstep.training.metrics import MetricsWriter, writing_to
 from lockstep.training.optimizer import learning_rate
 from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.result import TrainResult
 from lockstep.training.run_folder import CONFIG, choose_folder, locked
 from lockstep.training.status import StatusBar
 from lockstep.training.stopping import stopping_in_good_order
-from lockstep.training.window import Spent, Window, peak_memory
+from lockstep.training.telling import Issued, Telling
+from lockstep.training.window import peak_memory
 from lockstep.words import counted
 
 MAX_SKIPPED_IN_A_ROW = 10
-
-
-@dataclass
-class TrainResult:
-    """What a run came to."""
-
-    steps: int
-    """Reached: those of the runs that this one goes on from included."""
-    loss: float
-    """Mean over the last logged steps."""
-    test_loss: float
-    test_accuracy: float
-    seconds: float
-    losses: list[float] = field(default_factory=list)
-    """Of each logged step."""
-    is_main: bool = True
-    """Whether this is rank 0's result."""
-    stopped: bool = False
-    """Before the last step, by SIGTERM or Ctrl-C."""
-    stopped_by: str = ""
-    """The signal's name."""
-    not_saved: str | None = None
-    """Why the last checkpoint, which the run should leave behind, is not there."""
-    folder: Path | None = None
-    resumed_at: int = 0
-    """The step that it went on from."""
-    spent: Spent = field(default_factory=Spent)
-    rate: str = ""
-    """Mean throughput, without evaluation and saving."""
-    best: tuple[float, int] | None = None
-    """The lowest test loss, and after which step."""
-    memory: int = 0
-    """Bytes, at most, of this rank."""
-    gave_up: bool = False
-    """`train.patience` evaluations in a row have found nothing better."""
 
 
 def train(
@@ -115,7 +76,7 @@ def _train(world: World, config: Config, folder: Path | None, quiet: bool, resum
         savers = World(device=world.device) if alone else world
         given = (savers, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
         checkpoints = Checkpoints(*given, parameters=strategy.parameters)
-        if saving.every:
+        if saving.every or saving.keep_best:
             checkpoints.get_ready()
     run = Run(world, config, dataset, strategy, checkpoints, quiet or not world.is_main)
     if resume is not None:
@@ -125,7 +86,7 @@ def _train(world: World, config: Config, folder: Path | None, quiet: bool, resum
             save_config(config, folder / CONFIG)
             Record("train", {"ranks": world.size}, asdict(config), title=folder.name).write(folder / "run.json")
     with MetricsWriter(folder if world.is_main else None) as metrics, stopping_in_good_order(strategy) as signals:
-        run.metrics = metrics
+        run.tell.metrics = metrics
         result = run.train()
         result.stopped_by = (signals or ["SIGTERM"])[0] if result.stopped else ""
         return result
@@ -137,20 +98,21 @@ def steps_ahead(device: torch.device) -> int:
 
 
 @dataclass
-class Issued:
-    """A step that has been issued, and what is to be told of it when it is over."""
+class Best:
+    """The lowest test loss, and how long ago it was. Part of a checkpoint: a resumed run goes on counting."""
 
-    number: int
-    epoch: int
-    samples: int
-    """Of the global batch."""
-    batch: Batch
-    lr: float
-    data_seconds: float
-    result: StepResult
-    end: Mark
-    phases: Phases
-    ledger: Ledger
+    loss: float = inf
+    step: int = 0
+    since: int = 0
+    """Evaluations that have found nothing lower."""
+
+    def saw(self, loss: float, step: int) -> bool:
+        """Whether this is the lowest so far."""
+        if loss < self.loss:
+            self.loss, self.step, self.since = loss, step, 0
+            return True
+        self.since += 1
+        return False
 
 
 class Run:
@@ -166,12 +128,8 @@ class Run:
         quiet: bool,
     ) -> None:
         self.world, self.config, self.dataset, self.strategy = world, config, dataset, strategy
-        self.metrics = MetricsWriter(None)
-        told = config.train.callbacks if world.is_main else ()
-        self.callbacks = [imported(path, "train.callbacks") for path in told]
-        self.checkpoints, self.quiet, self.stopped = checkpoints, quiet, False
-        found = Console(quiet=quiet)
-        self.console = found if found.is_terminal else Console(quiet=quiet, width=160)
+        self.tell = Telling(world, config, dataset, strategy, quiet)
+        self.checkpoints, self.stopped = checkpoints, False
         train = config.train
         share, workers = strategy.batch_share(), config.data.workers
         self.reader = Reader(dataset.train, train.batch_size, train.seed, share, workers)
@@ -185,22 +143,19 @@ class Run:
         """Steps that have been issued and not been looked at."""
         self.ahead = steps_ahead(world.device) if strategy.loss_scale is None else 0  # fp16's host waits in any case
         """How many there may be."""
-        self.status = ""
-        self.bar = StatusBar(self.total_steps, -(-self.total_steps // self.steps_per_epoch), self.console, quiet)
-        self.losses: list[float] = []
-        self.has_tokens = dataset.spec.kind == "tokens"
-        self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.has_tokens else (0.0, "")
-        self.window, self.spent = Window(mark(world.device)), Spent()
-        self.best: tuple[float, int] | None = None
+        epochs = -(-self.total_steps // self.steps_per_epoch)
+        self.bar = StatusBar(self.total_steps, epochs, self.tell.console, quiet)
+        self.best = Best()
         self.evaluated: tuple[int, float, float] | None = None
         """The last evaluation: after which step, loss, accuracy."""
-        self.without_better = 0
+        self.saved_at = -1
+        """The step of the last checkpoint of this run."""
         self.gave_up = False
 
     def train(self) -> TrainResult:
-        self._announce()
+        self.tell.announce(self.reader.samples, self.total_steps)
         start = time.perf_counter()
-        self.window.start = mark(self.world.device)
+        self.tell.start()
         epoch = self.steps_done // self.steps_per_epoch
         with self.bar:
             while not self._is_over():
@@ -212,9 +167,7 @@ class Run:
                     if not self.stopped:
                         self._evaluate(epoch)
             self._look()
-        if self.window.steps:  # since the last line
-            self.losses.append(self.window.means()["loss"])
-            self._close_window(mark(self.world.device))
+        self.tell.close_window(mark(self.world.device))
         if self.stopped:
             test_loss = test_accuracy = nan
         else:
@@ -228,21 +181,27 @@ class Run:
         if self.checkpoints is not None and (self.stopped or self.config.checkpoint.every):
             self._save(wait=True)
             not_saved = self.checkpoints.failed
-        recent = self.losses[-10:]
+        elif self.checkpoints is not None and self.config.checkpoint.keep_best:
+            self.checkpoints.wait()
+            self._tell_problem()
+            not_saved = self.checkpoints.failed
+        recent = self.tell.losses[-10:]
         return TrainResult(
             steps=self.steps_done,
+            total_steps=self.total_steps,
             resumed_at=self.resumed_at,
             loss=sum(recent) / len(recent) if recent else nan,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
             seconds=time.perf_counter() - start,
-            losses=self.losses,
+            losses=self.tell.losses,
             is_main=self.world.is_main,
             stopped=self.stopped,
             not_saved=not_saved,
-            spent=self.spent,
-            rate=self._rate(self.spent.samples_per_second),
-            best=self.best,
+            saved_at=self.saved_at,
+            spent=self.tell.spent,
+            rate=self.tell.rate(self.tell.spent.samples_per_second),
+            best=(self.best.loss, self.best.step) if isfinite(self.best.loss) else None,
             memory=peak_memory(self.world.device),
             gave_up=self.gave_up,
         )
@@ -260,14 +219,21 @@ class Run:
     def _save(self, wait: bool = False) -> None:
         assert self.checkpoints is not None
         start = time.perf_counter()
-        self.checkpoints.save(self.strategy, {"step": self.steps_done, **self._course()}, wait)
-        self._was_away("saving", start)
+        if wait and self.saved_at == self.steps_done:
+            self.checkpoints.wait()
+        if not wait or self.saved_at != self.steps_done or self.checkpoints.failed is not None:
+            best = asdict(self.best) if isfinite(self.best.loss) else None
+            run = {"step": self.steps_done, **self._course(), "best": best}
+            keep = self.best.step if best is not None and self.config.checkpoint.keep_best else None
+            self.checkpoints.save(self.strategy, run, wait, best=keep)
+            self.saved_at = self.steps_done
+        self.tell.was_away("saving", start)
         self._tell_problem()
 
     def _tell_problem(self) -> None:
         if self.checkpoints is not None and self.checkpoints.problem is not None:
-            self.console.print(f"[yellow]{escape(self.checkpoints.problem)}[/]; training goes on", soft_wrap=True)
-            self._record("checkpoint", self.steps_done, {"problem": self.checkpoints.problem})
+            self.tell.warn(f"{self.checkpoints.problem}; training goes on")
+            self.tell.record("checkpoint", self.steps_done, {"problem": self.checkpoints.problem})
             self.checkpoints.problem = None
 
     def resume(self, source: Path) -> None:
@@ -278,30 +244,17 @@ class Run:
         reading = Checkpoints(self.world, home, group=group)
         found, damage = reading.find(one)
         for line in damage:
-            self.console.print(f"[yellow]damaged, passed over:[/] {escape(line)}", soft_wrap=True)
+            self.tell.warn(f"damaged, passed over: {line}")
         if found is None:
             raise UserError(f"{home} has no whole checkpoint to go on from")
         check_same_course(read_run(found), self._course(), found)
         saved = reading.load(found, self.strategy)
         self.steps_done = self.resumed_at = int(saved["step"])
+        self.best = best_of(saved)
         ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
-        self.console.print(f"resumed at step {self.steps_done} from {found}{ranks}", soft_wrap=True)
+        self.tell.say(f"resumed at step {self.steps_done} from {found}{ranks}")
 
-    def _announce(self) -> None:
-        world, config = self.world, self.config
-        size = "a stream" if self.reader.samples is None else f"{self.reader.samples:,} samples"
-        self.console.print(
-            f"[bold]{config.model.name}[/] ({self.strategy.parameters:,} parameters) on "
-            f"[bold]{escape(self.dataset.name)}[/] ({size}), strategy "
-            f"[bold]{strategy_name(config.parallel)}[/], {counted(world.size, 'rank')} "
-            f"on {world.device.type} ({world.backend}), {config.train.precision}"
-        )
-        self.console.print(f"{batch_in_words(config, self.strategy)}, {counted(self.total_steps, 'step')}")
-        for line in [*slow_bf16(world.device.type, config.train.precision), *makes_no_sense(config, self.strategy)]:
-            self.console.print(f"[yellow]{line}[/]", soft_wrap=True)
-        if self.has_tokens:
-            peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
-            self.console.print(f"MFU: matrix products of the model, of a peak of {peak}")
+    # ---- steps -----------------------------------------------------------------------------------------------
 
     def _train_epoch(self, epoch: int) -> None:
         self.strategy.model.train()
@@ -322,7 +275,7 @@ class Run:
                 Issued(self.steps_done, epoch, samples, batch, lr, data_seconds, result, end, phases, ledger)
             )
             self._look(self.ahead)
-            self.bar.show(self.steps_done, epoch + 1, self.status)
+            self.bar.show(self.steps_done, epoch + 1, self.tell.status)
             evaluate_steps = self.config.train.evaluate_steps
             if evaluate_steps and self.steps_done % evaluate_steps == 0 and self.steps_done < self.total_steps:
                 self._look()
@@ -340,61 +293,9 @@ class Run:
             step = self.unseen.popleft()
             self._guard(step)
             self.stopped = self.stopped or step.result.stop
-            numbers = step.result.numbers()
-            told = {"loss": step.result.loss, "accuracy": step.result.accuracy, "grad_norm": numbers.grad_norm}
-            self.window.add(step.samples, told | step_breakdown(step.phases, step.ledger, step.data_seconds))
+            self.tell.add(step)
             if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
-                self._log(step)
-
-    def _log(self, step: Issued) -> None:
-        """One record, and one line, of the steps since the last one."""
-        means, rate = self.window.means(), self.window.samples_per_second(step.end)
-        self.losses.append(means["loss"])
-        values: dict[str, Any] = {"epoch": step.epoch + 1, "loss": means["loss"], "lr": step.lr}
-        words = [f"loss {means['loss']:.4f}"]
-        if self.dataset.spec.kind != "regression":
-            values["accuracy"] = means["accuracy"]
-            words.append(f"acc {means['accuracy']:.1%}")
-        values |= {"grad_norm": means["grad_norm"], "samples_per_s": rate}
-        self.status = f"{words[0]}  {self._rate(rate)}"
-        words += [f"norm {means['grad_norm']:.3g}", f"lr {step.lr:.2e}", self._rate(rate)]
-        if self.has_tokens:
-            values["tokens_per_s"] = rate * self.dataset.spec.shape[0]
-        if self.peak:
-            values["mfu"] = rate * self.strategy.flops_per_sample / (self.world.size * self.peak)
-            words.append(f"MFU {values['mfu']:.1%}")
-        values |= {name: means[name] for name in means if name.endswith("_ms")}
-        values["exposed_share"] = self.window.exposed_share(step.end)
-        values["memory_bytes"] = peak_memory(self.world.device)
-        words += [f"exposed {values['exposed_share']:.1%}", f"memory {values['memory_bytes'] / 2**30:.2f} GiB"]
-        self._record("train", step.number, values)
-        self._close_window(step.end)
-        if not self.console.is_terminal:
-            self.console.print(f"step {step.number:>6}  epoch {step.epoch + 1:>3}  {'  '.join(words)}", soft_wrap=True)
-
-    def _rate(self, samples_per_second: float) -> str:
-        if self.has_tokens:
-            return f"{samples_per_second * self.dataset.spec.shape[0]:,.0f} tokens/s"
-        return f"{samples_per_second:,.0f} samples/s"
-
-    def _was_away(self, what: str, start: float) -> None:
-        """Since then nothing was trained."""
-        seconds = time.perf_counter() - start
-        setattr(self.spent, what, getattr(self.spent, what) + seconds)
-        if self.window.steps:
-            self.window.away += seconds
-        else:
-            self.window.start = mark(self.world.device)
-
-    def _close_window(self, end: Mark) -> None:
-        if self.window.steps:
-            self.spent.add(self.window, end)
-        self.window = Window(end)
-
-    def _record(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        self.metrics.write(kind, step, values)
-        for callback in self.callbacks:
-            callback(kind, step, dict(values))
+                self.tell.log(step)
 
     def _guard(self, step: Issued) -> None:
         """All ranks have skipped a non-finite step together: say where it came from, and stop when it does not end."""
@@ -406,8 +307,8 @@ class Run:
             return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
         self.skipped_in_a_row += 1
         where = locate_nonfinite(self.strategy, step.batch)
-        self.console.print(f"[yellow]step {step.number}: not finite, skipped on all ranks[/] ({escape(where)})")
-        self._record("skipped", step.number, {"where": where})
+        self.tell.warn(f"step {step.number}: not finite, skipped on all ranks ({where})")
+        self.tell.record("skipped", step.number, {"where": where})
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"loss or gradients were not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
@@ -418,58 +319,28 @@ class Run:
         """Mean loss and accuracy over the whole test set, each rank computing its share."""
         train = self.config.train
         per_micro_batch = max(1, train.batch_size // train.accumulation)
-        fits = per_micro_batch if self.has_tokens else EVALUATION_BATCH  # logits are large
+        fits = per_micro_batch if self.tell.has_tokens else EVALUATION_BATCH  # logits are large
         start = time.perf_counter()
         found = evaluate(self.strategy, self.dataset.test, fits, train.evaluate_batches)
-        self._was_away("evaluation", start)
+        self.tell.was_away("evaluation", start)
         if found is None:
             self.stopped = True
             return nan, nan
         loss, accuracy = found
-        epoch = max(1, epoch)
-        values = {"epoch": epoch, "loss": loss}
-        words = f"loss {loss:.4f}"
-        if self.dataset.spec.kind != "regression":
-            values["accuracy"] = accuracy
-            words += f", accuracy {accuracy:.2%}"
-        self._record("test", self.steps_done, values)
+        self.tell.tested(self.steps_done, max(1, epoch), loss, accuracy)
         self.evaluated = self.steps_done, loss, accuracy
-        if self.best is None or loss < self.best[0]:
-            self.best, self.without_better = (loss, self.steps_done), 0
-        else:
-            self.without_better += 1
-            patience = self.config.train.patience
-            last = self.steps_done >= self.total_steps
-            self.gave_up = patience is not None and self.without_better >= patience and not last
-        self.console.print(f"step {self.steps_done:>6}  epoch {epoch:>3}  test {words}")
+        is_best = self.best.saw(loss, self.steps_done)
+        if is_best and self.checkpoints is not None and self.config.checkpoint.keep_best:
+            self._save()
+        last = self.steps_done >= self.total_steps
+        self.gave_up = train.patience is not None and self.best.since >= train.patience and not last
         return loss, accuracy
 
 
-def batch_in_words(config: Config, strategy: ParallelModel) -> str:
-    """global batch 512 = 64 per rank x 2 micro-batches x 4 ranks"""
-    total, ranks, micro = config.train.batch_size, strategy.layout.batch.size, config.train.accumulation
-    if config.parallel.pp > 1:
-        micro = micro_batches_of(config.parallel, micro)
-    per_rank, left = divmod(total, ranks * micro)
-    parts = [f"{per_rank} per rank", *([f"{micro} micro-batches"] if micro > 1 else []), counted(ranks, "rank")]
-    if left:
-        over = f"{micro} micro-batches of each of " if micro > 1 else ""
-        return f"global batch {total} over {over}{counted(ranks, 'rank')}, as evenly as it goes"
-    return f"global batch {total} = {' x '.join(parts)}"
-
-
-def makes_no_sense(config: Config, strategy: ParallelModel) -> list[str]:
-    """What nobody wants who asks for it, and what works all the same."""
-    layout, batch = strategy.layout, config.train.batch_size
-    readers, found = layout.batch.size, []
-    if layout.world.size > 1 and layout.norm.size == 1:
-        found.append(
-            f"note: with parallel.data single each of the {layout.world.size} ranks trains all of it by itself; give "
-            f"--parallel.data bucketed, or leave --nproc out"
-        )
-    if batch < readers:
-        found.append(
-            f"note: a global batch of {batch} leaves {readers - batch} of {readers} ranks without a sample; raise "
-            f"--train.batch-size"
-        )
-    return found
+def best_of(saved: dict[str, Any]) -> Best:
+    """What a checkpoint says of it; nothing where it says what we do not write."""
+    best = saved.get("best")
+    try:
+        return Best(float(best["loss"]), int(best["step"]), int(best["since"])) if best else Best()
+    except (TypeError, ValueError, KeyError):
+        return Best()

@@ -105,9 +105,9 @@ class Reference:
     def _take(self, batch: Batch) -> Moment:
         self._optimizer.zero_grad()
         outputs, targets = self._model(batch.inputs), batch.targets
-        own = self.scenario.config.train.loss if self.scenario.config is not None else None
-        if own is not None:
-            loss = imported(own, "train.loss")(outputs, targets)
+        own_loss = self.scenario.own_loss
+        if own_loss is not None:
+            loss = imported(own_loss, "train.loss")(outputs, targets)
         elif self.scenario.spec.kind == "regression":
             loss = F.mse_loss(outputs, targets)
         else:
@@ -131,7 +131,7 @@ def compare(
     """Run a strategy beside the reference. Returns the worst differences and the strategy, as it is after the last."""
     world, scenario = reference.world, reference.scenario
     options = Options(
-        loss=loss_for(scenario.spec.kind, scenario.config.train.loss if scenario.config is not None else None),
+        loss=loss_for(scenario.spec.kind, scenario.own_loss),
         make_optimizer=reference.make_optimizer,
         parallel=parallel,
         accumulation=scenario.accumulation,

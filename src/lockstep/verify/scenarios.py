@@ -49,6 +49,11 @@ class Scenario:
             return DataSpec(kind, (self.model.context,), self.model.vocabulary or 256)
         return DataSpec(kind, (1, 8, 8) if kind == "images" else (16,), 10)
 
+    @property
+    def own_loss(self) -> str | None:
+        """Where the user's own loss is imported from."""
+        return self.config.train.loss if self.config is not None else None
+
     def build(self, seed: int) -> nn.Module:
         """The model, with its adapters."""
         model = build_model(self.model, self.spec, seed)

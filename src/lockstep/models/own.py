@@ -1,0 +1,60 @@
+"""A model of the user's own, by its import path: built, and looked at before ranks start."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import schema
+from lockstep.config.own import called, where_and_what
+from lockstep.data.dataset import DataSpec
+from lockstep.errors import UserError
+from lockstep.models.flops import try_out
+
+
+def own_model(config: schema.Own) -> nn.Module:
+    assert config.import_ is not None, "checked with the config"
+    found = called(config.import_, "model.import", config.args)
+    if not isinstance(found, nn.Module):
+        raise UserError(f"model.import {config.import_} must give an nn.Module, and gave a {type(found).__name__}")
+    return found
+
+
+def outputs_of(config: schema.Own, spec: DataSpec) -> Any:
+    """For a few samples: without computing anything where the meta device can do all that the model does."""
+    try:
+        with torch.device("meta"):
+            return try_out(own_model(config), spec, "meta")
+    except UserError:
+        raise
+    except Exception:  # of anybody's code: a mistake in it, or something that the meta device has not (`tensor.item()`)
+        model = own_model(config)
+    try:
+        return try_out(model, spec, "cpu")
+    except Exception as error:
+        shape = "x".join(map(str, spec.shape))
+        raise UserError(
+            f"{type(model).__name__} cannot take samples of {shape} ({spec.kind}): {where_and_what(error)}"
+        ) from error
+
+
+def check_outputs(config: schema.Own, spec: DataSpec, own_loss: str | None) -> None:
+    """Refuse an imported model whose outputs do not fit the data's targets, where no loss of the user's own does."""
+    outputs = outputs_of(config, spec)
+    if not isinstance(outputs, Tensor):
+        raise UserError(
+            f"model.import {config.import_} gives a {type(outputs).__name__}, and must give one tensor, its outputs"
+        )
+    if own_loss is not None:
+        return
+    if spec.kind == "regression":
+        if outputs[0].numel() != spec.classes:
+            raise UserError(
+                f"model.import {config.import_} gives {outputs[0].numel()} numbers for a sample, and the data has "
+                f"{spec.classes}; make them alike, or give --train.loss"
+            )
+    elif outputs.dim() < 2 or outputs.shape[-1] < spec.classes:
+        raise UserError(
+            f"model.import {config.import_} gives outputs of shape {tuple(outputs.shape[1:])} for one sample, and "
+            f"the data has {spec.classes} classes; the last size must be at least that, or give --train.loss"
+        )
