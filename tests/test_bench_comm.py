@@ -2,6 +2,9 @@
 
 import csv
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from lockstep.cli import main
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices
 from lockstep.layout.world import World
+from lockstep.words import duration
 from tests.ranks import on_ranks
 
 
@@ -160,6 +164,28 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.Captu
     assert len(document["rows"][0]["seconds_by_rank"]) == 2
     assert document["pairs"]["latency_s"][0][1] > 0
     assert "<svg" in Path(files["svg"]).read_text()
+
+
+def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
+    """After each size the files are whole, whoever ends the run."""
+    file = tmp_path / "comm.csv"
+    flags = ["-b", "1K", "-e", "1G", "-n", "2", "--algorithms", "ring", "--delay-ms", "200", "--device", "cpu"]
+    flags += ["--nproc", "2", "--csv", str(file), "--json", str(tmp_path / "comm.json")]
+    process = subprocess.Popen([sys.executable, "-m", "lockstep", "bench", "comm", *flags], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while len(file.read_text().splitlines() if file.exists() else []) < 3 and time.monotonic() < end:
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+    assert len(list(csv.DictReader(file.read_text().splitlines()))) >= 2
+    assert len(json.loads((tmp_path / "comm.json").read_text())["result"]["rows"]) >= 1
+
+
+def test_durations_have_units_that_a_person_reads() -> None:
+    said = [duration(s) for s in (1.23e-5, 0.0023, 0.9996, 1.5, 300.0, 5948.2, 90_000.0, 1e6)]
+    assert said == ["12.3 us", "2.30 ms", "1.00 s", "1.50 s", "5.00 min", "99.1 min", "25.0 h", "11.6 days"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from lockstep.cli import main
 from lockstep.cli.tables import write_rows
 from lockstep.cli.train_tables import verdicts
 from lockstep.comm.ledger import Entry, Ledger, Traffic, standing_still
-from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges
+from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges, load_config
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.launch.cores import available_cores, own_cores
@@ -196,12 +196,27 @@ def test_the_largest_that_fits_is_taken(gib: int, size: str, monkeypatch: pytest
 
 def test_the_csv_of_naive_ddp_begins_as_others_know_it(tmp_path: Path) -> None:
     one = timing("naive", [0.1] * 3, details={"model_size": "small", "d_model": 768, "num_layers": 12})
+    one.optimizer_s = [0.02] * 3
     rows = with_known_names(as_rows([one], []), PRESETS["naive-ddp"].columns)
     write_rows(rows, tmp_path / "x.csv")
     row = next(csv.DictReader((tmp_path / "x.csv").open()))
     columns = ["model_size", "d_model", "num_layers", "total_time_ms", "compute_time_ms", "comm_time_ms"]
     assert list(row)[:8] == [*columns, "comm_fraction", "num_comm_ops"]
     assert (row["total_time_ms"], row["comm_time_ms"], row["comm_fraction"]) == ("100", "1", "0.01")
+    assert (row["compute_time_ms"], row["optimizer_time_ms"]) == (
+        "79",
+        "20",
+    )  # forward and backward; the optimizer apart
+
+
+def test_ddp_vs_fsdp_is_what_the_shipped_configs_train() -> None:
+    preset = PRESETS["ddp-vs-fsdp"].config
+    for strategy in ("ddp", "fsdp"):
+        shipped = load_config(Path(__file__).parent.parent / f"configs/{strategy}_resnet_cifar10.yaml")
+        assert shipped.parallel.data == strategy
+        assert shipped.model == preset.model
+        assert replace(shipped.train, epochs=preset.train.epochs) == preset.train
+        assert (shipped.data.name, preset.data.shape) == ("cifar10", (3, 32, 32))
 
 
 # ---- on real ranks -------------------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
 """The command as a person meets it: help with an example everywhere, and one clear line for every mistake."""
 
+import importlib
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli import COMMANDS, main
+from lockstep.cli.arguments import check_model
+from lockstep.cli.flags import DEEPSPEED, KNOWN
+from lockstep.config import Config, Own, Parallel
+from lockstep.launch import Launch
 from lockstep.results.record import read_record
 
 
@@ -40,6 +46,9 @@ MISTAKES = {
     "train --model.depth 18": "unknown flag --model.depth: it belongs to model.name resnet",
     "train --train.channels 18": "unknown flag --train.channels; did you mean model.channels?",
     "train --model.name vgg": "model.name is 'vgg', but it must be one of mlp, cnn, resnet, gpt",
+    "train --nprocs 2": "unknown flag --nprocs; did you mean --nproc?; see lockstep train --help",
+    "train --train.lr abc": "--train.lr is 'abc', but it must be float",
+    "train --train.precision=fp8": "--train.precision is 'fp8', but it must be one of fp32, fp64, bf16, fp16",
     "train --train.batch-size 0": "train.batch_size is 0, but it must be 1 or more",
     "train --nproc 0": "--nproc is 0, but it must be 1 or more",
     "train --parallel.data magic": "parallel.data is 'magic', but it must be one of single, naive",
@@ -73,6 +82,30 @@ def test_a_mistake_is_one_clear_line(words: str, capsys: pytest.CaptureFixture[s
     assert said.startswith("error: ")
     assert MISTAKES[words] in said
     assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_flags_that_are_known_without_torch_are_the_commands_own(name: str) -> None:
+    module = importlib.import_module(COMMANDS[name][0])
+    mine = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    of_config = {f.name for f in fields(Config)}
+    found = {f.name for c in mine if c.__name__.endswith("Arguments") for f in fields(c)} - of_config
+    launch = {f.name for f in fields(Launch)} if "launch" in found else set()
+    found = {one.replace("_", "-") for one in (found - {"launch"}) | launch}
+    assert set(KNOWN[name]) - set(DEEPSPEED) == found
+
+
+def test_mistakes_that_need_no_torch_import_none() -> None:
+    for words in ("train --nprocs 2", "train --train.lr abc", "train absent.yaml", "bench comm --sizes 3"):
+        code = f"import sys; from lockstep.cli import main; main({words.split()}); print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.strip() == "False", words
+
+
+def test_a_model_without_blocks_to_shard_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    for engine, told in (("zero3", True), ("fsdp", True), ("zero1", False)):
+        check_model(Config(Own(import_="tests.own_code:Looks"), parallel=Parallel(data=engine)))
+        assert ("Looks has no blocks to shard" in capsys.readouterr().err) == told
 
 
 def test_a_mistake_leaves_the_process_with_status_2() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from lockstep.bench.train import Case, first_batches, new_timing
@@ -51,57 +51,75 @@ def is_shown(name: str) -> bool:
     return STRATEGIES[base].verified_in is None and not option.isupper()
 
 
+class Trainee:
+    """One strategy of the demo on this rank."""
+
+    def __init__(self, world: World, config: Config, name: str, dataset: DataSet) -> None:
+        self.world, self.dataset = world, dataset
+        case, prepare = Case(name, name, config), partial(prepare_named, world, config, name, dataset)
+        memory = memory_of_steps(world.device, prepare, partial(first_batches, case, dataset))
+        self.strategy = prepare()
+        self.timing = new_timing(world, case, self.strategy, dataset, memory, (0.0, ""))
+        self.losses: list[float] = []
+        self.timelines: list[dict[str, Any]] = []
+
+    def step(self, indices: Tensor) -> None:
+        batch = read_share(self.dataset.train, indices, self.strategy.batch_share())
+        seconds, result = timed_step(self.world, self.strategy, batch)
+        self.timing.record(seconds, self.strategy.ledger, self.strategy.phases)
+        self.timelines.append(timeline(self.strategy))
+        self.losses.append(result.loss)
+
+    def end(self) -> tuple[DemoRow, dict[str, Tensor]]:
+        """The row, and the weights that training has come to."""
+        self.strategy.finish()
+        found = evaluate(self.strategy, self.dataset.test)
+        assert found is not None, "nobody asks a demo to stop"
+        times = self.timing.step_s
+        middle = median_step(all_gather_objects(times) if self.world.size > 1 else [times])
+        self.timing.timelines = [self.timelines[middle]]
+        row = DemoRow(self.timing, self.world.size, found[1], self.strategy.is_exact, losses=self.losses)
+        return row, self.strategy.full_state_dict()
+
+
 def demo(world: World, epochs: int = 10) -> list[DemoRow]:
-    """Train the digits CNN with each strategy in turn; `single` first and on rank 0 alone, while the others wait."""
+    """Train the digits CNN with each strategy, step by step in turns, so that noise does not hit one of them.
+
+    `single` trains on rank 0 alone, while the others wait.
+    """
     config = demo_config(epochs)
     dataset = load_data(world, config)
     names = [name for name in strategy_names(["all"]) if is_shown(name)]
+    sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
+    with _progress(quiet=not world.is_main) as progress:
+        task = progress.add_task(f"getting {len(names)} strategies ready", total=len(names))
+        trainees = []
+        for name in names:
+            if name != "single":
+                trainees.append(Trainee(world, config, name, dataset))
+            elif world.is_main:
+                trainees.append(Trainee(World(device=world.device), config, name, dataset))
+            hosts_meet(world.device)
+            progress.advance(task)
+        progress.remove_task(task)
+        total = epochs * sampler.steps_per_epoch
+        task = progress.add_task(f"{len(names)} strategies in turns", total=total)
+        for epoch in range(epochs):
+            for indices in sampler.epoch(epoch):
+                for trainee in trainees:
+                    trainee.step(indices)
+                progress.advance(task)
     rows: list[DemoRow] = []
     reference: dict[str, Tensor] = {}
-    steps = epochs * Sampler(len(dataset.train), config.train.batch_size).steps_per_epoch
-    with _progress(quiet=not world.is_main) as progress:
-        for name in names:
-            task = progress.add_task(name, total=steps, status="")
-            if name == "single":
-                alone = World(device=world.device)
-                row, weights = _train(alone, config, name, dataset, progress, task) if world.is_main else (None, {})
-                hosts_meet(world.device)
-                reference = all_gather_objects(weights)[0]
-            else:
-                row, weights = _train(world, config, name, dataset, progress, task)
-            if row is not None:
-                row.difference = max(relative(weights[n].cpu(), t.cpu()) for n, t in reference.items())
-                rows.append(row)
+    for number, name in enumerate(names):
+        mine = trainees[number - len(names)] if name != "single" or world.is_main else None
+        row, weights = mine.end() if mine is not None else (None, {})
+        if name == "single":
+            reference = all_gather_objects(weights)[0]
+        if row is not None:
+            row.difference = max(relative(weights[n].cpu(), t.cpu()) for n, t in reference.items())
+            rows.append(row)
     return [_worst(everyone) for everyone in zip(*_rows_of_all_ranks(world, rows), strict=True)]
-
-
-def _train(
-    world: World, config: Config, name: str, dataset: DataSet, progress: Progress, task: TaskID
-) -> tuple[DemoRow, dict[str, Tensor]]:
-    sampler = Sampler(len(dataset.train), config.train.batch_size, config.train.seed)
-    case, prepare = Case(name, name, config), partial(prepare_named, world, config, name, dataset)
-    memory = memory_of_steps(world.device, prepare, partial(first_batches, case, dataset))
-    strategy = prepare()
-    timing = new_timing(world, case, strategy, dataset, memory, (0.0, ""))
-    losses: list[float] = []
-    timelines: list[dict[str, Any]] = []
-    for epoch in range(config.train.epochs):
-        for indices in sampler.epoch(epoch):
-            batch = read_share(dataset.train, indices, strategy.batch_share())
-            seconds, result = timed_step(world, strategy, batch)
-            timing.record(seconds, strategy.ledger)
-            timelines.append(timeline(strategy))
-            losses.append(result.loss)
-            progress.advance(task)
-    strategy.finish()
-    found = evaluate(strategy, dataset.test)
-    assert found is not None, "nobody asks a demo to stop"
-    _, accuracy = found
-    progress.update(task, status=f"test accuracy {accuracy:.1%}")
-    middle = median_step(all_gather_objects(timing.step_s) if world.size > 1 else [timing.step_s])
-    timing.timelines = [timelines[middle]]
-    row = DemoRow(timing, world.size, accuracy, strategy.is_exact, losses=losses)
-    return row, strategy.full_state_dict()
 
 
 def _rows_of_all_ranks(world: World, mine: list[DemoRow]) -> list[list[DemoRow]]:
@@ -121,9 +139,9 @@ def _worst(rows: tuple[DemoRow, ...]) -> DemoRow:
 
 def _progress(quiet: bool) -> Progress:
     return Progress(
-        TextColumn("{task.description:<18}"),
+        TextColumn("{task.description}"),
         BarColumn(bar_width=30),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[status]}"),
         disable=quiet,
     )

@@ -9,3 +9,16 @@ def counted(number: int, what: str) -> str:
 def three_figures(number: float) -> str:
     """2,480 and 0.0724, not 2.48e+03."""
     return f"{float(f'{number:.3g}'):,.10g}"
+
+
+def duration(seconds: float) -> str:
+    """12.3 us, 4.56 ms, 1.23 s, 5.2 min, 1.7 h, 23 days: three figures, in the unit that they fit."""
+    for most, unit, size in ((1e-3, "us", 1e-6), (1.0, "ms", 1e-3), (120.0, "s", 1.0), (7200.0, "min", 60.0)):
+        if seconds < 0.9995 * most:
+            return f"{_three(seconds / size)} {unit}"
+    return f"{_three(seconds / 3600)} h" if seconds < 2 * 86400 else f"{_three(seconds / 86400)} days"
+
+
+def _three(number: float) -> str:
+    """171, 22.8, 2.30: figures that stand under each other."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

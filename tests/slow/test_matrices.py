@@ -76,7 +76,10 @@ def test_every_layout_loads_from_every_other(tmp_path: Path) -> None:
     assert not wrong
 
 
-QUICK = {"naive-ddp": ["--model.size", "custom", "--model.d-model", "32", "--model.layers", "2"]}
+QUICK = {
+    "naive-ddp": ["--model.size", "custom", "--model.d-model", "32", "--model.layers", "2"],
+    "ddp-vs-fsdp": ["--model.width", "8", "--train.batch-size", "16"],
+}
 
 
 @pytest.mark.timeout(600)

@@ -107,18 +107,23 @@ def bench_comm(
     algorithms: list[str],
     sweep: Sweep,
     progress: Callable[[str], None] = lambda _: None,
+    so_far: Callable[[list[Row]], None] = lambda _: None,
 ) -> list[Row]:
-    """Measure each collective by each candidate at each size; every rank returns the same rows."""
+    """Measure each collective by each candidate at each size; every rank returns the same rows.
+
+    `so_far` is told of the rows that there are after each size.
+    """
     if world.size < 2:
         raise UserError("bench comm measures what goes between ranks: it needs --nproc 2 or more")
     groups = make_groups(world, backends)
-    rows = []
+    rows: list[Row] = []
     for collective in names:
         candidates = candidates_for(collective, backends, algorithms)
         for nbytes in sweep.sizes:
             progress(f"{collective} {nbytes:,} B")
             trials = [Trial(collective, world, nbytes, sweep, c, groups[c.backend]) for c in candidates]
             rows += _measure(world, trials, sweep)
+            so_far(rows)
     return rows
 
 

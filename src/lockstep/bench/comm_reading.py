@@ -8,15 +8,19 @@ from lockstep.bench.comm import Row
 from lockstep.bench.trial import Candidate
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices, Sample, fit
-from lockstep.words import counted
+from lockstep.words import counted, duration
 
 LINKS = (  # one direction, 1e9 B/s
     ("1 GbE", 0.125),
     ("10 GbE", 1.25),
     ("25 GbE", 3.125),
-    ("100 GbE", 12.5),
+    ("InfiniBand FDR (56 Gbit/s)", 7.0),
+    ("100 GbE or InfiniBand EDR", 12.5),
+    ("InfiniBand HDR (200 Gbit/s)", 25.0),
     ("PCIe 4.0 x16", 31.5),
+    ("InfiniBand NDR (400 Gbit/s)", 50.0),
     ("PCIe 5.0 x16", 63.0),
+    ("NVLink 3 (A100)", 300.0),
     ("NVLink 4 (H100)", 450.0),
     ("NVLink 5 (B200)", 900.0),
 )
@@ -80,7 +84,7 @@ def sentences(curve: Curve) -> list[str]:
     said = [
         f"{curve.collective} by {curve.candidate.name} on {counted(peak.ranks, 'rank')}: peak bus bandwidth "
         f"{peak.busbw:.3g} GB/s at {human(peak.nbytes)}; "
-        f"latency floor {1e6 * first.p50:.0f} us at {human(first.nbytes)}"
+        f"latency floor {duration(first.p50)} at {human(first.nbytes)}"
     ]
     if len(curve.rows) > 2:
         said[0] += f"; half the peak is reached at {human(curve.half_peak_bytes)}"

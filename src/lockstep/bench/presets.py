@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.bench.network import predicted_share
 from lockstep.bench.train import Case
 from lockstep.config import CNN, GPT, Config, Data, ResNet, Train
 from lockstep.data import DataSpec
@@ -15,9 +16,11 @@ from lockstep.launch import Launch
 from lockstep.layout.world import World
 from lockstep.measure.peak import measured_peak
 from lockstep.measure.timing import Timing
-from lockstep.models import build_model, gpt_shape, parameter_count, training_flops
+from lockstep.models import build_model, forward_flops, gpt_shape, parameter_count, training_flops
 
 GIB = 1024**3
+IMAGES = DataSpec("images", (3, 32, 32), 10)
+"""CIFAR-10's."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,12 @@ class Preset:
     """Its cases differ in the model: flags for it would change nothing."""
     one_by_one: bool = False
     """Not in turns: one model fills the memory."""
-    largest_that_fits: bool = False
-    """The size of its GPT, if none is asked for, is the largest that this machine's memory holds."""
+    is_large: bool = False
+    """Minutes on a CPU, which is said. The size of a GPT, if none is asked for, is the largest that memory holds."""
     columns: dict[str, str] = field(default_factory=dict)
     """What its CSV begins with, under the names that others know -> our column."""
+    csv: str | None = None
+    """Where its CSV goes unless told otherwise."""
     reading: Callable[[list[Timing]], list[str]] = lambda timings: []
     """What the numbers say to the preset's question, in sentences."""
 
@@ -47,17 +52,30 @@ def by_strategy(*names: str) -> Callable[[Config], list[Case]]:
 
 # ---- the cases of each ---------------------------------------------------------------------------------------------
 
-CNN_SIZES = {"1M": ((16, 32), 512), "5M": ((32, 64, 128), 2432), "20M": ((64, 128, 256), 4864)}
-"""Parameters on 3 x 32 x 32 images: channels, hidden width."""
+CNN_SIZES = {
+    "linear": {"1M": ((16, 32), 512), "5M": ((32, 64, 128), 2432), "20M": ((64, 128, 256), 4864)},
+    "both": {"16-32": ((16, 32), 128), "32-128": ((32, 64, 128), 512), "64-256": ((64, 128, 256), 2048)},
+    "channels": {"0.3M": ((16, 32), 128), "0.9M": ((64, 128, 256), 128), "2.5M": ((128, 256, 512), 128)},
+}
+"""On 3 x 32 x 32 images, channels and hidden width of models that grow: in their linear layer, to 1M, 5M and 20M
+parameters; in both, as people do; in their convolutions."""
 
 
 def cnn_sizes(config: Config) -> list[Case]:
-    models = {size: CNN(channels=channels, hidden=hidden) for size, (channels, hidden) in CNN_SIZES.items()}
-    return [
-        Case(f"{size} {name}", name, replace(config, model=model), details={"model_size": size})
-        for size, model in models.items()
-        for name in ("naive", "bucketed")
-    ]
+    cases = []
+    for series, sizes in CNN_SIZES.items():
+        for size, (channels, hidden) in sizes.items():
+            model = CNN(channels=channels, hidden=hidden)
+            with torch.device("meta"):
+                built = build_model(model, IMAGES)
+            details = {
+                "grows_in": series,
+                "model_size": size,
+                "flops_per_parameter": forward_flops(built, IMAGES) / parameter_count(built),
+            }
+            asked = replace(config, model=model)
+            cases += [Case(f"{series} {size} {name}", name, asked, details=details) for name in ("naive", "bucketed")]
+    return cases
 
 
 def bucket_sweep(config: Config) -> list[Case]:
@@ -92,19 +110,36 @@ NAIVE_DDP_COLUMNS = {
     "d_model": "d_model",
     "num_layers": "num_layers",
     "total_time_ms": "step_ms",
-    "compute_time_ms": "compute_ms",
+    "compute_time_ms": "forward_backward_ms",
     "comm_time_ms": "exposed_ms",
     "comm_fraction": "exposed_fraction",
     "num_comm_ops": "collectives",
+    "optimizer_time_ms": "optimizer_ms",
 }
 
 
 def share_by_size(timings: list[Timing]) -> list[str]:
+    """What decides the share of communication: how much is computed for each parameter that is sent."""
     lines = []
-    for name in dict.fromkeys(t.strategy for t in timings):
-        shares = [f"{t.exposed_share:.0%} at {t.details['model_size']}" for t in timings if t.strategy == name]
-        lines.append(f"{name}: the step waits for communication {', '.join(shares)}")
+    naive = [t for t in timings if t.strategy == "naive"]
+    for series in CNN_SIZES:
+        some = [t for t in naive if t.details["grows_in"] == series]
+        grown = ", ".join(f"{t.parameters / 1e6:.2g}M" for t in some)
+        flops = ", ".join(f"{t.details['flops_per_parameter']:.0f}" for t in some)
+        there = [", ".join(f"{predicted_share(t, rate):.0%}" for t in some) for rate in (1.0, 10.0)]
+        grows = "linear and convolutional layers" if series == "both" else f"its {GROWS[series]}"
+        lines.append(
+            f"grown in {grows} ({grown} parameters, {flops} FLOP each), naive waits {there[0]} of a step on 1 Gbit/s, "
+            f"{there[1]} on 10"
+        )
+    lines.append(
+        "a parameter is sent once a step and computed with once a pixel: what decides is FLOP per parameter (and how "
+        "well the processor does them), not the size of the model"
+    )
     return lines
+
+
+GROWS = {"linear": "linear layer", "channels": "convolutions"}
 
 
 def best_bucket(timings: list[Timing]) -> list[str]:
@@ -134,6 +169,12 @@ def images(model: CNN | ResNet, batch: int) -> Config:
     return Config(model=model, data=Data("synthetic", samples=4 * batch), train=Train(batch_size=batch))
 
 
+def as_shipped() -> Config:
+    """As configs/ddp_resnet_cifar10.yaml and fsdp_resnet_cifar10.yaml, on synthetic images of that shape."""
+    train = Train(batch_size=256, lr=0.1, momentum=0.9, weight_decay=5e-4, schedule="cosine")
+    return Config(model=ResNet(depth=18), data=Data("synthetic", samples=1024), train=train)
+
+
 def tokens_for(model: GPT) -> DataSpec:
     return DataSpec("tokens", (model.context,), model.vocabulary or 256)
 
@@ -146,17 +187,18 @@ GPT_25M = GPT(d_model=512, layers=8, heads=8, context=64, vocabulary=256)
 
 PRESETS = {
     "cnn-sizes": Preset(
-        "how the share of communication falls with the size of the model",
+        "what decides the share of communication: models that grow in linear layers, in convolutions, in both",
         images(CNN(), 64),
         cnn_sizes,
         sets_model=True,
         reading=share_by_size,
     ),
     "ddp-vs-fsdp": Preset(
-        "a ResNet on CIFAR-10's shapes: samples/s, step time and memory, by hand and native",
-        images(ResNet(depth=18, width=32, norm="group"), 32),
+        "configs/ddp_resnet_cifar10.yaml and fsdp_...: samples/s, step time and memory, native and by hand",
+        as_shipped(),
         by_strategy("ddp", "fsdp", "bucketed", "zero3"),
-        steps=10,
+        steps=5,
+        is_large=True,
     ),
     "naive-ddp": Preset(
         "what one all-reduce per parameter costs, on the largest GPT that fits",
@@ -164,8 +206,9 @@ PRESETS = {
         naive_ddp,
         steps=5,
         one_by_one=True,
-        largest_that_fits=True,
+        is_large=True,
         columns=NAIVE_DDP_COLUMNS,
+        csv="results/naive_ddp/benchmark_results.csv",
     ),
     "buckets": Preset("which bucket size is best", text(GPT_25M, 4), bucket_sweep, reading=best_bucket),
     "hooks-vs-manual": Preset(
@@ -231,12 +274,13 @@ def with_size_that_fits(config: Config, launch: Launch, nproc: int) -> tuple[Con
 
 def time_on_cpu(config: Config, steps: int) -> str:
     """How long so many steps take with all cores, in words: at half of the rate that they multiply matrices at."""
-    assert isinstance(config.model, GPT)
-    spec = tokens_for(config.model)
+    spec = tokens_for(config.model) if isinstance(config.model, GPT) else IMAGES
     with torch.device("meta"):
         flops = steps * config.train.batch_size * training_flops(build_model(config.model, spec), spec)
     seconds = flops / (0.5 * measured_peak(World()))
-    smaller = "" if config.model.size == "small" else "; --model.size small is quicker"
+    smaller = "; --model.width 8 --train.batch-size 32 are quicker"
+    if isinstance(config.model, GPT):
+        smaller = "" if config.model.size == "small" else "; --model.size small is quicker"
     return f"{steps} steps in all take about {max(1, round(seconds / 60))} min on this CPU{smaller}"
 
 

@@ -82,7 +82,8 @@ def one_process(cases: list[Case]) -> list[Case]:
     known = len(different)
     for case in cases:
         config = replace(case.config, parallel=Parallel(data="single"))
-        which = "".join(f" {value}" for value in list(case.details.values())[:1])
+        values = list(case.details.values())
+        which = "".join(f" {value}" for value in [v for v in values if isinstance(v, str)] or values[:1])
         alone = Case(f"one process{which}", "single", config, ranks=1, all_cores=True, details=case.details)
         if not any(_same_config(alone, other) for other in different):
             different.append(alone)
@@ -146,7 +147,7 @@ class Runner:
         batch = read_share(self.data, indices, self.strategy.batch_share())
         seconds, result = timed_step(self.world, self.strategy, batch, self.lead_in)
         if timed:
-            self.timing.record(seconds, self.strategy.ledger, result.skipped)
+            self.timing.record(seconds, self.strategy.ledger, self.strategy.phases, result.skipped)
             self.timing.timelines.append(timeline(self.strategy))
 
     def result(self) -> Timing:

@@ -84,10 +84,12 @@ def main(argv: list[str] | None = None) -> int:
         os.environ[DEBUGGING] = "1"  # the ranks see it too
     try:
         name, rest = _find_command(args)
-        if name in OF_A_CONFIG and not {"-h", "--help"} & set(rest):
-            from lockstep.cli.flags import config_from  # a mistake in a config is said before torch is there
+        if not {"-h", "--help"} & set(rest):
+            from lockstep.cli.flags import config_from, refuse_unknown  # mistakes that are said before torch is there
 
-            config_from(rest)
+            refuse_unknown(name, rest)
+            if name in OF_A_CONFIG:
+                config_from(rest)
         command = importlib.import_module(COMMANDS[name][0])
         return int(command.main(rest))
     except UserError as error:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
@@ -11,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import psutil
 import torch
 import tyro
+from torch import nn
 
 from lockstep.cli.flags import without_flag
 from lockstep.config import (
@@ -31,7 +33,8 @@ from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
 from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link
 from lockstep.models import build_model, parameter_count
-from lockstep.strategies import check_parallel, degrees_of
+from lockstep.parallel.blocks import blocks_of
+from lockstep.strategies import STRATEGIES, check_parallel, degrees_of
 from lockstep.strategies.combining import check_cuts
 
 T = TypeVar("T")
@@ -110,12 +113,24 @@ def check_model(config: Config) -> None:
     with torch.device("meta"):
         built = build_model(model, spec)
     check_cuts(built, config.parallel, config.train.accumulation)
+    tell_of_blocks(built, config.parallel)
     parameters = parameter_count(built)
     room = psutil.virtual_memory().total
     if parameters * 4 > LARGEST * room:
         raise UserError(
             f"the model has {parameters:,} parameters, {parameters * 4 / 2**30:,.0f} GiB in fp32, and this machine has "
             f"{room / 2**30:,.0f} GiB of memory; make model's widths or layers smaller"
+        )
+
+
+def tell_of_blocks(model: nn.Module, parallel: Parallel) -> None:
+    """Sharded parameters are gathered block by block; a model in one piece is gathered whole, which saves little."""
+    divides_parameters = STRATEGIES[parallel.data].facts(parallel).divides[0]
+    if divides_parameters and not blocks_of(model) and os.environ.get("RANK", "0") == "0":
+        print(
+            f"note: {type(model).__name__} has no blocks to shard (modules in a ModuleList or Sequential), so "
+            f"parallel.data {parallel.data} gathers all of it at once: parameters are divided between steps only",
+            file=sys.stderr,
         )
 
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,7 @@ import torch
 import tyro
 from rich.progress import Progress
 
-from lockstep.bench.comm import bench_comm
+from lockstep.bench.comm import Row, bench_comm
 from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
 from lockstep.cli.arguments import LinkFlag, check_outputs, over_link, parse, refuse_positional
@@ -78,11 +78,24 @@ class BenchCommArguments:
     """Hold back every message of the algorithms by hand by so much: what is put in must come out of the figures."""
     link: LinkFlag = None
     csv: str | None = None
-    """Write one line per size to this file."""
+    """Write one line per size and candidate to this file, as they are measured."""
     json: str | None = None
     """Write everything, each iteration of each rank too, to this file."""
     plot: str | None = None
     """Draw bandwidth and latency over size, log-log, to this file (.png, .svg or .pdf)."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where results go: after each size, so that what was measured survives whatever ends the run."""
+
+    csv: str | None
+    json: str | None
+
+    def write(self, result: Result) -> None:
+        if self.csv is not None:
+            write_rows([figures(row) for row in result.rows], Path(self.csv))
+        keep(as_record(result), self.json, None)
 
 
 def main(argv: list[str]) -> int:
@@ -103,7 +116,7 @@ def main(argv: list[str]) -> int:
     check_outputs(arguments.csv, arguments.json, arguments.plot)
     if arguments.link is not None:
         return over_link("bench comm", arguments.link, argv, arguments.launch)
-    work = (names, list(arguments.against), algorithms, sweep)
+    work = (names, list(arguments.against), algorithms, sweep, Files(arguments.csv, arguments.json))
     result: Result = run_on_ranks(_bench, *work, launch=arguments.launch, default_nproc=2)[0]
     if os.environ.get("RANK", "0") == "0":
         _show(result, arguments, sweep)
@@ -164,23 +177,32 @@ def _sizes(smallest: str, largest: str, factor: float) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _bench(world: World, names: list[str], against: list[str], algorithms: list[str], sweep: Sweep) -> Result:
+def _bench(
+    world: World, names: list[str], against: list[str], algorithms: list[str], sweep: Sweep, files: Files
+) -> Result:
     if world.backend in against:
         raise UserError(f"--against {world.backend}: that is the backend of the run already; name another")
     backends = list(dict.fromkeys([world.backend, *against]))
     measured = [name for name in names if name != "pairs"]
     total = len(measured) * len(sweep.sizes) + ("pairs" in names) * world.size * (world.size - 1) // 2
+    rate, source = peak_flops(world, "fp32")
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    per_node = Wire().ranks_per_node if world.size > 1 else 1
+    result = Result([], None, world.backend, name, rate, source, per_node)
     with Progress(disable=not world.is_main) as bar:
         task = bar.add_task(counted(world.size, "rank"), total=total)
 
         def progress(what: str) -> None:
             bar.update(task, description=f"{counted(world.size, 'rank')}: {what:<28}", advance=1)
 
-        rows = bench_comm(world, measured, backends, algorithms, sweep, progress)
-        pairs = bench_pairs(world, world.backend, sweep.iterations, progress) if "pairs" in names else None
-    rate, source = peak_flops(world, "fp32")
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    return Result(rows, pairs, world.backend, name, rate, source, Wire().ranks_per_node)
+        def so_far(rows: list[Row]) -> None:
+            if world.is_main:
+                files.write(replace(result, rows=rows))
+
+        result.rows = bench_comm(world, measured, backends, algorithms, sweep, progress, so_far)
+        if "pairs" in names:
+            result.pairs = bench_pairs(world, world.backend, sweep.iterations, progress)
+    return result
 
 
 def _show(result: Result, arguments: BenchCommArguments, sweep: Sweep) -> None:
@@ -193,6 +215,5 @@ def _show(result: Result, arguments: BenchCommArguments, sweep: Sweep) -> None:
         show_fit(screen, result)
     if result.rows:
         show_reading(screen, result)
-    if arguments.csv is not None:
-        write_rows([figures(row) for row in result.rows], Path(arguments.csv))
-    keep(as_record(result), arguments.json, arguments.plot if result.rows else None)
+    Files(arguments.csv, arguments.json).write(result)
+    keep(as_record(result), None, arguments.plot if result.rows else None)

@@ -24,7 +24,7 @@ from lockstep.cli.arguments import (
 from lockstep.cli.flags import config_from, flag_value, sections, without_flag
 from lockstep.cli.tables import console, keep, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
-from lockstep.config import Config
+from lockstep.config import GPT, Config
 from lockstep.errors import RankError, UserError
 from lockstep.launch import adopt_environment, run_on_ranks
 from lockstep.launch.join import check_known
@@ -91,6 +91,8 @@ def main(argv: list[str]) -> int:
     steps = arguments.steps if arguments.steps is not None else preset.steps if preset is not None else 30
     if steps < 1 or arguments.warmup < 0:
         raise UserError(f"--steps {steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
+    if preset is not None and preset.csv is not None and arguments.csv is None:
+        arguments.csv = in_new_folder(preset.csv)
     check_outputs(arguments.csv, arguments.json, arguments.plot)
     if preset is None:
         names = known_names(arguments.strategies)
@@ -120,6 +122,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def in_new_folder(file: str) -> str:
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{Path(file).parent} cannot be made ({error.strerror}); give --csv FILE") from None
+    return file
+
+
 def check_preset(preset: Preset, config: Config, argv: list[str]) -> None:
     """Refuse flags that would change nothing."""
     flags = [word.partition("=")[0] for word in argv]
@@ -134,22 +144,25 @@ def check_preset(preset: Preset, config: Config, argv: list[str]) -> None:
 
 def settled(arguments: BenchTrainArguments, preset: Preset, config: Config, argv: list[str]) -> Config:
     """With what only this machine can tell: which GPT fits, if none was asked for."""
-    asked = any(word.startswith(("--model.size", "--model.d", "--model.layers")) for word in argv)
-    if not preset.largest_that_fits or asked or config.model != preset.config.model:
+    asked = any(word.startswith(("--model.size", "--model.d", "--model.layers", "--model.width")) for word in argv)
+    if not preset.is_large or asked or config.model != preset.config.model:
         return config
     default = 2 if arguments.link is None else DEFAULT_RANKS
     given = int(os.environ.get("WORLD_SIZE", "0")) or arguments.launch.nproc or default
     launch = arguments.launch
     if falls_back_to_cpu(launch, given):
         launch = replace(launch, device="cpu")
-    config, why = with_size_that_fits(config, launch, given)
-    if os.environ.get("RANK", "0") == "0":
-        console().print(why, soft_wrap=True)
-        on_cpu = launch.device == "cpu" or not torch.cuda.is_available()
-        if on_cpu and not adopt_environment():  # else this process has a rank's cores only
-            timed = arguments.steps if arguments.steps is not None else preset.steps
-            steps = (timed + arguments.warmup + MEMORY_STEPS) * (len(preset.cases(config)) + arguments.baseline)
-            console().print(time_on_cpu(config, steps), soft_wrap=True)
+    lines = []
+    if isinstance(config.model, GPT):
+        config, why = with_size_that_fits(config, launch, given)
+        lines.append(why)
+    on_cpu = launch.device == "cpu" or not torch.cuda.is_available()
+    if on_cpu and not adopt_environment():  # else this process has a rank's cores only
+        timed = arguments.steps if arguments.steps is not None else preset.steps
+        steps = (timed + arguments.warmup + MEMORY_STEPS) * (len(preset.cases(config)) + arguments.baseline)
+        lines.append(time_on_cpu(config, steps))
+    for line in lines if os.environ.get("RANK", "0") == "0" else ():
+        console().print(line, soft_wrap=True)
     return config
 
 
@@ -165,6 +178,8 @@ def show(
     if networks:
         rows = [{**row, **predicted_shares(t)} if t.ranks > 1 else row for row, t in zip(rows, everyone, strict=True)]
     write(arguments, config, everyone, rows, lines)
+    if arguments.csv is not None:
+        console().print(f"figures in {arguments.csv}", soft_wrap=True)
     measured = rows_over_link(arguments, argv) if arguments.link is not None else []
     if networks:
         print_network_shares(console(), timings, arguments.link, measured)

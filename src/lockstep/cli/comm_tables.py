@@ -11,7 +11,7 @@ from lockstep.bench.pairs import Pairs
 from lockstep.bench.trial import Sweep
 from lockstep.cli.tables import new_table
 from lockstep.results.record import Record
-from lockstep.words import counted
+from lockstep.words import counted, duration
 
 
 @dataclass
@@ -28,37 +28,56 @@ class Result:
 
 
 def show_rows(screen: Console, rows: list[Row], sweep: Sweep, compared: bool) -> None:
-    several = len({r.candidate for r in rows}) > 1
-    first = rows[0].candidate
-    ratio = (f"p50 ratio\nto {rows[1].candidate.name}",) if compared else ()
-    reference = rows[1].candidate if compared else first
-    table = new_table(
-        f"{rows[0].collective}, {counted(rows[0].ranks, 'rank')}, "
-        f"{counted(sweep.iterations, 'iteration')} after {sweep.warmup}",
-        ("by",) if several else (),
-        ("size\nB", "count", "type", "redop", "time\nus", "algbw\nGB/s", "busbw\nGB/s", "#wrong"),
-    )
-    for heading in ("p50\nus", "p99\nus", "max\nus", "slow\nrank", *ratio):
-        table.add_column(heading, justify="right", no_wrap=True)
-    base = {r.nbytes: r.p50 for r in rows if r.candidate == reference}
+    """Of one collective: one table over the sizes, or, of several candidates, one for each size."""
+    how = f"{counted(rows[0].ranks, 'rank')}, {counted(sweep.iterations, 'iteration')} after {sweep.warmup}"
+    if len({r.candidate for r in rows}) == 1:
+        table = new_table(f"{rows[0].collective}, {how}", ("size",), ("count", "type", "redop", *MEASURED))
+        for row in rows:
+            table.add_row(human(row.nbytes), f"{row.count:,}", row.dtype, row.op, *measured(row))
+        screen.print(table)
+        return
+    reference = rows[1 if compared else 0].candidate
+    by_size: dict[int, list[Row]] = {}
     for row in rows:
-        cells = [row.candidate.name] if several else []
-        cells += [f"{row.nbytes}", f"{row.count}", row.dtype, row.op, _us(row.time)]
-        cells += [f"{row.algbw:.3f}", f"{row.busbw:.3f}", "N/A" if row.wrong is None else str(row.wrong)]
-        cells += [_us(row.p50), _us(row.p99), _us(row.max), str(row.slow_rank)]
-        table.add_row(*cells, *((f"{row.p50 / base[row.nbytes]:.3f}",) if compared else ()))
+        by_size.setdefault(row.nbytes, []).append(row)
+    for nbytes, of_size in by_size.items():
+        base = next(r.p50 for r in of_size if r.candidate == reference)
+        title = f"{rows[0].collective} of {human(nbytes)} ({of_size[0].count:,} x {of_size[0].dtype}), {how}"
+        table = new_table(title, ("by",), (*MEASURED, f"p50 ratio\nto {reference.name}"))
+        best = min(r.p50 for r in of_size)
+        for row in of_size:
+            style = "bold" if row.p50 == best else None
+            table.add_row(row.candidate.name, *measured(row), f"{row.p50 / base:.3f}", style=style)
+        screen.print(table)
+    if len(by_size) > 1:
+        show_side_by_side(screen, by_size)
+
+
+def show_side_by_side(screen: Console, by_size: dict[int, list[Row]]) -> None:
+    """p50 of every candidate at every size."""
+    first = next(iter(by_size.values()))
+    names = [row.candidate.name for row in first]
+    table = new_table(f"{first[0].collective}: p50, and the fastest", ("size",), tuple(names), ("fastest",))
+    for nbytes, rows in by_size.items():
+        best = min(rows, key=lambda r: r.p50)
+        table.add_row(human(nbytes), *(duration(row.p50) for row in rows), best.candidate.name)
     screen.print(table)
 
 
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:.1f}" if seconds < 1e-3 else f"{1e6 * seconds:.0f}"
+MEASURED = ("time", "algbw\nGB/s", "busbw\nGB/s", "#wrong", "p50", "p99", "max", "slow\nrank")
+
+
+def measured(row: Row) -> list[str]:
+    wrong = "N/A" if row.wrong is None else str(row.wrong)
+    times = [duration(seconds) for seconds in (row.p50, row.p99, row.max)]
+    return [duration(row.time), f"{row.algbw:.3f}", f"{row.busbw:.3f}", wrong, *times, str(row.slow_rank)]
 
 
 def show_pairs(screen: Console, pairs: Pairs, backend: str) -> None:
     size = len(pairs.latency)
     screen.print("between each two ranks, one pair at a time: half a round trip of 8 B, and the rate of 4 MiB one way")
     for title, matrix, written in (
-        (f"8 B, us ({backend})", pairs.latency, _us),
+        (f"8 B ({backend})", pairs.latency, duration),
         (f"4 MiB, GB/s ({backend})", pairs.bandwidth, lambda rate: f"{rate / 1e9:.3f}"),
     ):
         table = new_table(title, ("rank",), tuple(str(r) for r in range(size)))
@@ -74,10 +93,11 @@ def show_fit(screen: Console, result: Result) -> None:
     table = new_table(
         "the cost model, fitted to these measurements",
         ("algorithm",),
-        ("size\nB", "measured\nus", "predicted\nus", "error\n%"),
+        ("size", "measured", "predicted", "error\n%"),
     )
     for p in sorted(predictions, key=lambda p: (p.nbytes, p.measured)):
-        table.add_row(p.algorithm, str(p.nbytes), _us(p.measured), _us(p.predicted), f"{100 * p.error:+.0f}")
+        found = (duration(p.measured), duration(p.predicted))
+        table.add_row(p.algorithm, human(p.nbytes), *found, f"{100 * p.error:+.0f}")
     screen.print(table)
     errors = sorted(abs(p.error) for p in predictions)
     screen.print(
@@ -113,15 +133,15 @@ def show_reading(screen: Console, result: Result) -> None:
     table = new_table(
         f"fp32 gradients over this link, all_reduce by {best.candidate.name}",
         ("model",),
-        ("gradients\nMB", "items\n/rank/step", "communi-\ncation ms", "compu-\ntation ms", "share of\nstep %"),
+        ("gradients\nMB", "items\n/rank/step", "communi-\ncation", "compu-\ntation", "share of\nstep %"),
     )
     for c in gradient_costs(best, result.peak_flops):
         table.add_row(
             c.model,
             f"{4e-6 * c.parameters:,.0f}",
             str(c.items),
-            f"{1e3 * c.communication:,.1f}",
-            f"{1e3 * c.computation:,.1f}",
+            duration(c.communication),
+            duration(c.computation),
             f"{100 * c.share:.0f}",
         )
     screen.print(table)

@@ -1,16 +1,59 @@
 """The config that a command's flags build on. Nothing here needs torch: a mistake is said within a second."""
 
 import dataclasses
-from typing import Any
+from difflib import get_close_matches
+from itertools import chain, pairwise
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from lockstep.config import Config, load_config
-from lockstep.config.load import nearest, valid_keys
+from lockstep.config.load import field_name, nearest, type_name, valid_keys
 from lockstep.errors import UserError
 
 SHORT = {"--model": "--model.name", "--data": "--data.name"}
 """What people type."""
+
+
+LAUNCH = ("nproc", "device", "backend", "share-gpu", "timeout", "oversubscribe")
+FILES = ("csv", "json", "plot")
+DEEPSPEED = ("deepspeed", "deepspeed-config")
+KNOWN = {
+    "demo": (*LAUNCH, "epochs", "run-dir"),
+    "train": (*LAUNCH, "run-dir", "resume", *DEEPSPEED),
+    "tokenize": ("out", "tokenizer", "test-share"),
+    "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine"),
+    "export": ("out", "format"),
+    "import": ("out",),
+    "verify": (*LAUNCH, "strategies", "world-size", "steps", "precision", "savers", "link"),
+    "bench comm": (
+        *LAUNCH,
+        *("collectives", "algorithms", "against", "min-bytes", "max-bytes", "factor", "iters", "warmup", "check"),
+        *("dtype", "op", "fit", "delay-ms", "link", *FILES),
+    ),
+    "bench train": (*LAUNCH, "preset", "strategies", "steps", "warmup", "baseline", "link", *FILES),
+    "bench scaling": (*LAUNCH, "world-size", "modes", "threads", "steps", "warmup", *FILES),
+    "strategies": ("world-size", "batch-size"),
+    "schedule": (*LAUNCH, "stages", "micro-batches", "chunks", "forward", "backward", "out", "run"),
+    "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot"),
+    "report": ("out", "title"),
+}
+"""Flags of each command that are no keys of a config. What they are its dataclass says, which needs torch for it."""
+
+
+def refuse_unknown(command: str, argv: list[str]) -> None:
+    """A flag without a dot that the command does not have."""
+    known = KNOWN[command]
+    for word in argv:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").replace("_", "-")
+        if not flag.startswith("--") or "." in name or flag in SHORT or name in ("", "help"):
+            continue
+        if name not in known and name.removeprefix("no-") not in known:
+            alike = get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"; did you mean --{alike[0]}?" if alike else ""
+            raise UserError(f"unknown flag {flag}{hint}; see lockstep {command} --help")
 
 
 def config_from(argv: list[str], default: Config | None = None) -> tuple[Config, list[str]]:
@@ -32,6 +75,7 @@ def config_from(argv: list[str], default: Config | None = None) -> tuple[Config,
             raise UserError(f"--{section}.args are for an imported {section}; give --{section}.import as well")
         given.args = {**given.args, **arguments}
     _refuse_unknown_flags(rest, config)
+    _refuse_wrong_values(rest, config)
     _refuse_late_file(rest)
     return config, rest
 
@@ -70,6 +114,33 @@ def _refuse_unknown_flags(argv: list[str], config: Config) -> None:
         key = flag.removeprefix("--").replace("-", "_").replace(".no_", ".")  # --data.no-download
         if flag.startswith("--") and "." in key and key not in valid:
             raise UserError(f"unknown flag {flag}{nearest(key, valid)}")
+
+
+def _refuse_wrong_values(argv: list[str], config: Config) -> None:
+    """A word where a key takes a number, or none of the names that it takes. What is more involved tyro finds."""
+    for before, word in pairwise(chain.from_iterable(w.split("=", 1) for w in argv)):
+        section, _, key = before.removeprefix("--").replace("-", "_").partition(".")
+        if not before.startswith("--") or not key or word.startswith("--"):
+            continue
+        kind = get_type_hints(type(getattr(config, section))).get(field_name(key))
+        if kind is not None and not any(_fits(word, one) for one in options_of(kind)):
+            raise UserError(f"{before} is {word!r}, but it must be {type_name(kind)}")
+
+
+def options_of(kind: Any) -> list[Any]:
+    """What a union is of; else itself."""
+    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
+
+
+def _fits(word: str, kind: Any) -> bool:
+    if kind in (int, float):
+        try:
+            kind(word)
+        except ValueError:
+            return False
+    if get_origin(kind) is Literal:
+        return word in map(str, get_args(kind))
+    return word == "None" if kind is type(None) else True
 
 
 def _refuse_late_file(argv: list[str]) -> None:

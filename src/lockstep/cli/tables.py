@@ -1,6 +1,7 @@
 """One look for all tables: aligned, narrow enough for 80 columns, units in the heading; and what goes into files."""
 
 import csv
+from io import StringIO
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.table import Table
 from lockstep.report.sections import section
 from lockstep.results.chart import draw
 from lockstep.results.record import Record
+from lockstep.results.whole import write_whole
 
 STRATEGY_WIDTH = len("bucketed+powersgd")
 
@@ -38,11 +40,12 @@ def console() -> Console:
 def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
     """CSV with the columns of all rows."""
     columns = dict.fromkeys(name for row in rows for name in row)
-    with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.writer(out)
-        writer.writerow(columns)
-        for row in rows:
-            writer.writerow(_cell(row.get(name)) for name in columns)
+    out = StringIO(newline="")
+    writer = csv.writer(out)
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow(_cell(row.get(name)) for name in columns)
+    write_whole(file, out.getvalue())
 
 
 def keep(record: Record, json: str | None, plot: str | None) -> None:

@@ -57,7 +57,7 @@ def _structure_section(values: dict[str, Any], cls: Any, section: str, where: st
     try:
         return dacite.from_dict(cls, values, options)
     except dacite.WrongTypeError as error:
-        allowed = _type_name(error.field_type)
+        allowed = type_name(error.field_type)
         raise UserError(f"{where}: {section}.{error.field_path} is {error.value!r}, but it must be {allowed}") from None
 
 
@@ -129,7 +129,7 @@ def _not_bool(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _type_name(type_: Any) -> str:
+def type_name(type_: Any) -> str:
     choices = get_args(type_)
     if "Literal" in str(type_):
         flat = [c for choice in choices for c in (get_args(choice) or (choice,))]

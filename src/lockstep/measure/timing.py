@@ -6,8 +6,10 @@ from statistics import mean, median
 from typing import Any
 
 from lockstep.comm.ledger import Ledger, Traffic
+from lockstep.measure.breakdown import step_breakdown
 from lockstep.measure.memory import Memory
 from lockstep.measure.statistics import Estimate, estimate, percentiles
+from lockstep.strategies.step import Phases
 from lockstep.strategies.theory import Theory
 
 
@@ -46,6 +48,8 @@ class Timing:
     """Waited for communication; mean over the ranks."""
     comm_s: list[float] = field(default_factory=list)
     """Some communication was in flight; mean over the ranks. Empty where ends cannot be seen."""
+    optimizer_s: list[float] = field(default_factory=list)
+    """In the optimizer, without its waits; mean over the ranks."""
     imbalance_s: list[float] = field(default_factory=list)
     """By how much the slowest rank computed longer than the mean."""
     traffic: list[Traffic] = field(default_factory=list)
@@ -61,9 +65,10 @@ class Timing:
     timelines: list[dict[str, Any]] = field(default_factory=list)
     """To be drawn: of each step, then of each rank's median step (`merge_ranks`)."""
 
-    def record(self, seconds: float, ledger: Ledger, skipped: bool = False) -> None:
+    def record(self, seconds: float, ledger: Ledger, phases: Phases, skipped: bool = False) -> None:
         """Note one step, as this rank saw it."""
         self.step_s.append(seconds)
+        self.optimizer_s.append(step_breakdown(phases, ledger)["optimizer_ms"] / 1e3)
         self.skipped += skipped
         if skipped:
             self.theory = None  # it is about steps that are taken
@@ -129,6 +134,11 @@ class Timing:
         return max(0.0, self.median_ms - self.exposed_ms) if self.traffic_is_seen else nan
 
     @property
+    def optimizer_ms(self) -> float:
+        """The part of computation that is the optimizer's."""
+        return 1e3 * median(self.optimizer_s) if self.optimizer_s else nan
+
+    @property
     def comm_ms(self) -> float:
         return 1e3 * median(self.comm_s) if self.comm_s and self.traffic_is_seen else nan
 
@@ -175,7 +185,8 @@ def merge_ranks(everyone: list[Timing], cycle: int = 1) -> Timing:
     merged.step_s = [max(times) for times in zip(*(t.step_s for t in everyone), strict=True)]
     merged.exposed_s = [mean(times) for times in zip(*(t.exposed_s for t in everyone), strict=True)]
     merged.comm_s = [mean(times) for times in zip(*(t.comm_s for t in everyone), strict=True)]
-    for values in (merged.step_s, merged.exposed_s, merged.comm_s, merged.imbalance_s):
+    merged.optimizer_s = [mean(times) for times in zip(*(t.optimizer_s for t in everyone), strict=True)]
+    for values in (merged.step_s, merged.exposed_s, merged.comm_s, merged.optimizer_s, merged.imbalance_s):
         values[:] = over_cycles(values, cycle)
     merged.cores = set().union(*(t.cores for t in everyone))
     merged.memory = max((t.memory for t in everyone), key=lambda memory: memory.peak_mib)
@@ -248,6 +259,8 @@ def as_row(timing: Timing, first: Timing, single: Timing | None) -> dict[str, An
         "peak_tflop_per_s": timing.peak_flops / 1e12,
         "speedup": single.median_ms / timing.median_ms if single is not None else nan,
         "compute_ms": timing.compute_ms,
+        "forward_backward_ms": timing.compute_ms - timing.optimizer_ms,
+        "optimizer_ms": timing.optimizer_ms,
         "exposed_ms": timing.exposed_ms,
         "exposed_fraction": timing.exposed_share,
         "comm_ms": timing.comm_ms,

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.results.environment import command_line, environment, now
+from lockstep.results.whole import write_whole
 
 FORMAT = 1
 
@@ -28,10 +29,7 @@ class Record:
 
     def write(self, file: Path) -> None:
         text = json.dumps({"lockstep_record": FORMAT, **plain(asdict(self))}, indent=1)
-        try:
-            file.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{file} cannot be written ({error.strerror}); choose another place") from None
+        write_whole(file, text + "\n")
 
 
 def read_record(file: Path) -> Record:

@@ -9,9 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.comm.ledger import Ledger
 from lockstep.errors import UserError
-from lockstep.strategies.step import Phases
 
 
 class MetricsWriter:
@@ -64,13 +62,3 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"--run-dir {folder} cannot be written ({error.strerror}); choose another folder") from None
-
-
-def step_breakdown(phases: Phases, ledger: Ledger, data_seconds: float) -> dict[str, float]:
-    """Milliseconds of a step by phase; what the step spent waiting for communication is taken out of its phase."""
-    seconds = phases.seconds()
-    breakdown = {"data_ms": 1e3 * data_seconds}
-    for phase in ("forward", "backward", "optimizer"):
-        waited = sum(ledger.exposed_seconds(within=(start, end)) for name, start, end in phases.spans if name == phase)
-        breakdown[f"{phase}_ms"] = 1e3 * max(0.0, seconds.get(phase, 0.0) - waited)
-    return {**breakdown, "exposed_ms": 1e3 * ledger.exposed_seconds()}

@@ -13,11 +13,12 @@ from lockstep.config.own import imported, where_and_what
 from lockstep.data import Batch, DataSet
 from lockstep.errors import UserError
 from lockstep.layout.world import World
+from lockstep.measure.breakdown import step_breakdown
 from lockstep.measure.peak import peak_flops, slow_bf16
 from lockstep.strategies import ParallelModel, StepResult, strategy_name
 from lockstep.strategies.pipeline import micro_batches_of
 from lockstep.strategies.step import Phases
-from lockstep.training.metrics import MetricsWriter, step_breakdown
+from lockstep.training.metrics import MetricsWriter
 from lockstep.training.window import Spent, Window, peak_memory
 from lockstep.words import counted
 
