@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.cli.flags import without_flag
 from lockstep.errors import UserError
-from lockstep.launch.link import check_possible, parse_link, run_over_link, without_flag
+from lockstep.launch.link import check_possible, parse_link, run_over_link
 
 
 def why_not() -> str | None:
