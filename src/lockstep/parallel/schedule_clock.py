@@ -1,9 +1,10 @@
-"""When each pass of a schedule would run, if passes took what one says and messages nothing.
+"""When each pass of a schedule would run, if passes and messages took what one says.
 
 What a drawing shows, and what the laws are about: how long a step takes, how long ranks stand idle, how many
 micro-batches they hold. A schedule that cannot be carried out is found out here: everybody waits, and nobody sends.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.errors import UserError
@@ -12,7 +13,7 @@ from lockstep.parallel.schedule import PASSES, Instruction, Placement
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a micro-batch's passes through one rank: all its chunks together."""
+    """Of a micro-batch's passes."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -64,9 +65,21 @@ class Timetable:
         return sum(self.idle(rank) for rank in range(ranks)) / (ranks * self.span) if self.span else 0.0
 
 
-def timetable(schedule: list[list[Instruction]], placement: Placement, costs: Costs | None = None) -> Timetable:
-    """Every rank does its list in order; a receive waits for what it receives."""
-    costs = costs or Costs()
+def timetable(
+    schedule: list[list[Instruction]],
+    placement: Placement,
+    costs: Costs | Sequence[Costs] | None = None,
+    message: float = 0.0,
+) -> Timetable:
+    """Every rank does its list in order; a receive waits for what it receives.
+
+    `costs`: of all chunks of a rank together; or, where they are not alike, of each part of the model. `message`: from a
+    pass's end to where the next part has what it gave.
+    """
+    if not isinstance(costs, Sequence):
+        each = costs or Costs()
+        shares = [value / placement.chunks for value in (each.forward, each.backward_input, each.backward_weight)]
+        costs = [Costs(*shares)] * (len(schedule) * placement.chunks)
     clock = [0.0] * len(schedule)
     position = [0] * len(schedule)
     sent: dict[tuple[str, int, int], float] = {}  # (what, part that it is for, micro-batch): when
@@ -77,7 +90,7 @@ def timetable(schedule: list[list[Instruction]], placement: Placement, costs: Co
         for rank, instructions in enumerate(schedule):
             while position[rank] < len(instructions):
                 instruction = instructions[position[rank]]
-                if not _done(instruction, rank, placement, costs, clock, sent, found):
+                if not _done(instruction, rank, placement, costs, message, clock, sent, found):
                     break
                 position[rank] += 1
                 waiting = False
@@ -92,7 +105,8 @@ def _done(
     instruction: Instruction,
     rank: int,
     placement: Placement,
-    costs: Costs,
+    costs: Sequence[Costs],
+    message: float,
     clock: list[float],
     sent: dict[tuple[str, int, int], float],
     found: Timetable,
@@ -101,16 +115,16 @@ def _done(
     part, i = placement.part(rank, instruction.chunk), instruction.micro_batch
     match instruction.kind:
         case "send_activation":
-            sent["activation", part + 1, i] = clock[rank]
+            sent["activation", part + 1, i] = clock[rank] + message
         case "send_gradient":
-            sent["gradient", part - 1, i] = clock[rank]
+            sent["gradient", part - 1, i] = clock[rank] + message
         case "receive_activation" | "receive_gradient":
             what = instruction.kind.removeprefix("receive_")
             if (what, part, i) not in sent:
                 return False
             clock[rank] = max(clock[rank], sent[what, part, i])
         case kind if kind in PASSES:
-            end = clock[rank] + costs.of(kind) / placement.chunks
+            end = clock[rank] + costs[part].of(kind)
             found.ranks[rank].append(Span(instruction, clock[rank], end))
             clock[rank] = end
     return True

@@ -1,0 +1,106 @@
+"""A layout to be judged: degrees, engine, schedule, micro-batches. What is illegal carries its reason."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.plan.network import Network
+
+Recompute = Literal["none", "attention", "selective", "every", "full"]
+SHARE = {"none": 0.0, "attention": 0.0, "selective": 0.5, "every": 0.5, "full": 1.0}
+"""Of forward that backward computes again; attention: its scores only."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    """Experts are spread over so many of the ranks of dp x cp."""
+    zero: int = 0
+    """0 to 3: what the data-parallel ranks divide among them."""
+    shard: int = 0
+    """Over how many ranks they do; 0: all of dp x cp."""
+    schedule: str = "1f1b"
+    chunks: int = 1
+    micro_batch: int = 1
+    """Samples."""
+    global_batch: int = 1
+    recompute: Recompute = "none"
+    sequence: bool = True
+    """With tp: what is not cut by it is cut along the sequence."""
+    expert_tp: int = 0
+    """Tensor parallelism of the experts; 0: as tp."""
+    offload: bool = False
+    """Optimizer state lives in the host's memory."""
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def micro_batches(self) -> int:
+        return max(1, self.global_batch // (self.dp * self.micro_batch))
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide what `zero` divides."""
+        return min(self.shard or self.dp * self.cp, self.dp * self.cp)
+
+    @property
+    def experts_tp(self) -> int:
+        return self.expert_tp or (1 if self.ep > 1 else self.tp)
+
+    def tokens(self, context: int) -> float:
+        """Of one micro-batch, on one rank."""
+        return self.micro_batch * context / self.cp
+
+    def __str__(self) -> str:
+        engine = f"zero{self.zero}" if self.zero else "ddp"
+        words = [f"{engine} dp={self.dp}" + (f"/{self.shard}" if self.shard else "")]
+        words += [f"{name}={n}" for name, n in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)) if n > 1]
+        if self.pp > 1:
+            words.append(f"pp={self.pp}:{self.schedule}" + (f":{self.chunks}" if self.chunks > 1 else ""))
+        words.append(f"mb={self.micro_batch}")
+        if self.recompute != "none":
+            words.append(f"recompute={self.recompute}")
+        return " ".join(words)
+
+
+def stages_of(network: Network, layout: Layout, splits_head: bool = False) -> list[float]:
+    """How many layers each rank of the pipeline has; the largest share where they do not divide."""
+    p, layers = layout.pp, network.depth
+    if p == 1:
+        return [float(layers)]
+    if splits_head:
+        whole = (layers + 2) / p
+        return [whole - 1] + [whole] * (p - 2) + [whole - 1]
+    parts = p * layout.chunks
+    low, extra = divmod(layers, parts)
+    counts = [low + (1 if part < extra else 0) for part in range(parts)]
+    return [float(sum(counts[rank::p])) for rank in range(p)]
+
+
+def illegal(network: Network, layout: Layout, gpus: int) -> str | None:
+    """Why it cannot be run; None: it can."""
+    attention = next((b.attention for b in network.blocks() if b.attention is not None), None)
+    batch = layout.dp * layout.micro_batch
+    if layout.ranks != gpus:
+        return f"tp x pp x cp x dp is {layout.ranks}, and there are {gpus} GPUs"
+    if layout.global_batch % batch:
+        return f"a global batch of {layout.global_batch} is no multiple of dp x micro-batch, {batch}"
+    if attention is not None and attention.heads % layout.tp:
+        return f"tp {layout.tp} does not divide {attention.heads} heads"
+    if layout.pp * layout.chunks > network.depth:
+        return f"{layout.pp} stages of {layout.chunks} are more than {network.depth} layers"
+    if layout.pp > 1 and layout.schedule == "interleaved" and layout.micro_batches % layout.pp:
+        return f"interleaved needs a multiple of {layout.pp} micro-batches, and there are {layout.micro_batches}"
+    if layout.pp > 1 and layout.zero == 3:
+        return "zero3 gathers every stage's parameters again for each micro-batch: zero1 goes with a pipeline"
+    if network.context % (2 * layout.cp) and layout.cp > 1:
+        return f"a context of {network.context} does not divide into {2 * layout.cp} chunks"
+    experts = max((p.experts for b in network.blocks() for p in b.products), default=0)
+    if layout.ep > 1 and (not experts or experts % layout.ep or (layout.dp * layout.cp) % layout.ep):
+        return f"ep {layout.ep} must divide {experts} experts and dp x cp, {layout.dp * layout.cp}"
+    return None

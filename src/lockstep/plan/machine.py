@@ -1,0 +1,156 @@
+"""Machines: what a processor can do at best, and what joins them. Files in `machines/`, one kind each, with sources."""
+
+import re
+from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.errors import UserError
+
+HERE = Path("machine.yaml")
+"""What `lockstep calibrate` writes, and `--cluster here` reads."""
+
+
+@dataclass(frozen=True)
+class Link:
+    gb_per_s: float
+    """1e9 bytes per second of one processor, one direction."""
+    latency_us: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of processor, and how many of them are joined how."""
+
+    title: str
+    architecture: str
+    processors: int
+    """That share the tiles of a matrix product: SMs, compute units, cores."""
+    peak_tflops: dict[str, float]
+    """Dense, by type."""
+    memory_gib: float
+    memory_gb_per_s: float
+    gpus_per_node: int
+    """That `inside` joins: a node, or an NVLink domain."""
+    inside: Link
+    between: Link
+    """Of one GPU, to other nodes."""
+    sustained: float = 1.0
+    """Of the clock that the peak is stated at, under load: a power limit."""
+    sources: dict[str, str] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    """Measured here (`calibrate`, `plan learn`): what is to be multiplied with a constant of that name."""
+    name: str = ""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of a type; of one that it does not have, of the next wider."""
+        for kind in WIDER[WIDER.index(dtype) :] if dtype in WIDER else (dtype,):
+            if kind in self.peak_tflops:
+                return self.peak_tflops[kind] * 1e12
+        raise UserError(f"{self.title} says no peak for {dtype}; it has {', '.join(self.peak_tflops)}")
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.architecture != "cpu"
+
+    def save(self, file: Path) -> None:
+        values = {key: value for key, value in asdict(self).items() if key != "name"}
+        file.write_text(yaml.safe_dump(values, sort_keys=False, width=110, allow_unicode=True), encoding="utf-8")
+
+
+WIDER = ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    nodes: int
+    per_node: int
+    machine: Machine
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.per_node} x {self.machine.name or self.machine.title}"
+
+
+def kinds() -> list[str]:
+    return sorted(file.name.removesuffix(".yaml") for file in (resources.files("lockstep.plan") / "machines").iterdir())
+
+
+ALIASES = {
+    "v100": "v100-32",
+    "a100": "a100-80",
+    "a100-40gb": "a100-40",
+    "a100-80gb": "a100-80",
+    "a100-sxm": "a100-80",
+    "h100-sxm": "h100",
+    "h100-80gb": "h100",
+    "4090": "rtx4090",
+    "rtx-4090": "rtx4090",
+}
+
+
+def machine_of(kind: str) -> Machine:
+    """A shipped kind, or a file of one's own; `here`: the one that calibrate wrote."""
+    if kind == "here":
+        if not HERE.exists():
+            raise UserError("--cluster here: there is no machine.yaml in this folder; lockstep calibrate writes it")
+        return read_machine(HERE)
+    if kind.endswith((".yaml", ".yml")):
+        return read_machine(Path(kind))
+    name = ALIASES.get(kind.lower(), kind.lower())
+    if name not in kinds():
+        raise UserError(f"there is no machine {kind!r}; there are {', '.join(kinds())}, or give a file (.yaml)")
+    text = (resources.files("lockstep.plan") / "machines" / f"{name}.yaml").read_text(encoding="utf-8")
+    return parse_machine(yaml.safe_load(text), name, name)
+
+
+def read_machine(file: Path) -> Machine:
+    from lockstep.config.load import read_yaml
+
+    return parse_machine(read_yaml(file), str(file), file.stem)
+
+
+def parse_machine(values: dict[str, Any], where: str, name: str) -> Machine:
+    try:
+        links = {key: Link(float(values[key]["gb_per_s"]), float(values[key]["latency_us"])) for key in LINKS}
+        peaks = {str(k): float(v) for k, v in values["peak_tflops"].items()}
+        rest = {key: values[key] for key in values if key not in (*LINKS, "peak_tflops")}
+        numbers = ("processors", "memory_gib", "memory_gb_per_s", "gpus_per_node", "sustained")
+        rest |= {key: type_of(key)(rest[key]) for key in numbers if key in rest}
+        rest |= {**links, "peak_tflops": peaks, "name": name}
+        made = Machine(**rest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{where} is no machine file: {type(error).__name__} {error}; see docs/planning.md") from None
+    positive = [made.memory_gib, made.memory_gb_per_s, made.inside.gb_per_s, made.between.gb_per_s, *peaks.values()]
+    if not all(number > 0 for number in positive) or not peaks or made.gpus_per_node < 1:
+        raise UserError(f"{where}: peaks, memory and links must be more than 0")
+    return made
+
+
+LINKS = ("inside", "between")
+
+
+def type_of(key: str) -> type:
+    return int if key in ("processors", "gpus_per_node") else float
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`4x8xh100`: nodes, GPUs of each, kind; `8xh100` is one node; `here`, `2x8xmachine.yaml`."""
+    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", text)
+    assert found is not None
+    first, second, kind = found.groups()
+    machine = machine_of(kind)
+    if first is None:
+        return Cluster(1, machine.gpus_per_node, machine)
+    nodes, per_node = (1, int(first)) if second is None else (int(first), int(second))
+    if nodes < 1 or per_node < 1:
+        raise UserError(f"--cluster {text}: give at least one node with one GPU, as 4x8xh100")
+    if per_node != machine.gpus_per_node and second is not None:
+        machine = replace(machine, gpus_per_node=max(per_node, machine.gpus_per_node if per_node > 8 else per_node))
+    return Cluster(nodes, per_node, machine)

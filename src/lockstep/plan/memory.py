@@ -1,0 +1,166 @@
+"""What a rank holds at the worst moment of a step, by kind, on the stage that holds most.
+
+parameters    in the type that they are kept in, cut by tensor parallelism, pipeline, experts and zero3
+gradients     likewise, by zero2
+optimizer     moments, and the master weights that narrow parameters need, by zero1
+activations   what forward leaves for backward, of every micro-batch in flight (by the schedule's own list)
+logits        of the last stage, with their gradient
+buffers       layers that zero3 has gathered, gradients on their way
+overhead      the runtime's context, communication buffers, blocks that the allocator cannot use
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from lockstep.parallel.schedule import placement_of
+from lockstep.parallel.schedule_clock import most_held
+from lockstep.plan.layout import Layout, stages_of
+from lockstep.plan.network import Block
+from lockstep.plan.pipeline import instructions
+from lockstep.plan.step import Setting
+
+GIB = 2.0**30
+KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+
+
+@dataclass
+class Memory:
+    stage: int
+    kinds: dict[str, float] = field(default_factory=dict)
+    """Bytes."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+    @property
+    def gib(self) -> float:
+        return self.total / GIB
+
+
+def memory_of(setting: Setting) -> Memory:
+    counts = stages_of(setting.network, setting.layout, setting.software.splits_head)
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    stages = [blocks_between(setting, a, a + count) for a, count in zip(starts, counts, strict=True)]
+    found = [stage_memory(setting, stage, blocks) for stage, blocks in enumerate(stages)]
+    return max(found, key=lambda memory: memory.total)
+
+
+def blocks_between(setting: Setting, start: float, end: float) -> list[tuple[Block, float]]:
+    """The layers of a stage, each with how much of it; of a rank with chunks from everywhere, the mean."""
+    network, found, at = setting.network, [], 0.0
+    if setting.layout.chunks > 1:
+        return [(block, count * (end - start) / network.depth) for block, count in network.layers]
+    for block, count in network.layers:
+        share = min(end, at + count) - max(start, at)
+        if share > 0:
+            found.append((block, share))
+        at += count
+    return found
+
+
+def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]) -> Memory:
+    s, layout, network, software = setting, setting.layout, setting.network, setting.software
+    kept = software.kept
+    routed = sum(b.expert_parameters * n for b, n in blocks)
+    dense = sum(b.parameters * n for b, n in blocks) - routed
+    if stage == 0:
+        dense += network.embedding_parameters
+    if stage == layout.pp - 1:
+        dense += network.head_parameters if layout.pp == 1 or not network.tied else network.embedding_parameters
+    dense, routed = dense / layout.tp, routed / layout.ep / layout.experts_tp
+    divided = [layout.zero >= 3 and layout.pp == 1, layout.zero >= 2, layout.zero >= 1]
+    if layout.zero == 3 and layout.pp > 1:  # what a stage has gathered it keeps for all its micro-batches
+        divided = [False, False, True]
+    kinds = dict.fromkeys(KINDS, 0.0)
+    sizes = (kept.parameter, kept.gradient, kept.optimizer)
+    for kind, size, is_divided in zip(("parameters", "gradients", "optimizer"), sizes, divided, strict=True):
+        shards = layout.shards if is_divided else 1
+        kinds[kind] = size * (dense / shards + routed / max(1, shards // layout.ep))
+    if layout.offload:
+        kinds["optimizer"] = 0.0
+    tokens = layout.tokens(network.context)
+    held = in_flight(layout, stage)
+    kinds["activations"] = tokens * held * sum(kept_by_layer(s, b) * n for b, n in blocks)
+    if layout.tp > 1 and layout.sequence and software.sequence:  # a layer's inputs, gathered to compute with
+        kinds["activations"] += 2 * tokens * network.hidden * element(s)
+    if layout.recompute in ("full", "every", "selective"):
+        kinds["activations"] += tokens * max(whole_layer(s, b) for b, _ in network.layers)
+    if stage == layout.pp - 1 and network.vocabulary:
+        size = s.constants["logit_bytes"] * (0.5 if software.fused_loss else 1.0)
+        kinds["logits"] = size * tokens * network.vocabulary / layout.tp
+        if layout.zero < 3:  # the gradient of the head's weight, before it is added
+            kinds["buffers"] = software.gradient_bytes * network.vocabulary * network.hidden / layout.tp
+    if layout.zero >= 3 and layout.pp == 1:
+        largest = max(b.parameters - b.expert_parameters for b, _ in network.layers) / layout.tp
+        ends = network.vocabulary * network.hidden / layout.tp
+        kinds["buffers"] = software.gathered_bytes * (2 * largest + ends) + software.gradient_bytes * largest
+    elif software.buckets:
+        kinds["buffers"] += min(software.gradient_bytes * dense, 100e6)
+    kinds["overhead"] = overhead(s, sum(kinds.values()))
+    return Memory(stage, kinds)
+
+
+def whole_layer(setting: Setting, block: Block) -> float:
+    """Bytes of a token that a layer's forward leaves for its backward, without recomputation."""
+    layout, c = setting.layout, setting.constants
+    tp = layout.tp
+    beside = tp if layout.sequence and setting.software.sequence else 1
+    attended = block.attention.heads * block.attention.value_dim if block.attention is not None else 0
+    elements = c["kept_width"] * block.width / beside + (block.inner + attended) / tp
+    scores = 0.0
+    if block.attention is not None and setting.software.attention == "matrix" and layout.recompute != "attention":
+        scores = 5 * block.attention.heads / tp * setting.network.context
+    routed = 2 * block.visits * (block.routed_width or block.width) / (1 if layout.experts_tp >= tp else tp)
+    return element(setting) * (elements + routed) + scores
+
+
+def element(setting: Setting) -> int:
+    """Bytes of an activation."""
+    return {"fp32": 4, "tf32": 4, "fp64": 8}.get(setting.precision, 2)
+
+
+def kept_by_layer(setting: Setting, block: Block) -> float:
+    """The same under the layout's recomputation."""
+    layout = setting.layout
+    beside = layout.tp if layout.sequence and setting.software.sequence else 1
+    entry = element(setting) * block.width / beside
+    if layout.recompute == "full":
+        return entry
+    whole = whole_layer(setting, block)
+    if layout.recompute == "every":
+        return (entry + whole) / 2
+    return whole * setting.constants["selective_kept"] if layout.recompute == "selective" else whole
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once; a chunk of one counts as its share."""
+    if layout.pp == 1:
+        return 1.0
+    few = min(layout.micro_batches, 2 * layout.pp)
+    return min(_held(layout.schedule, layout.pp, few, layout.chunks)[stage], float(layout.micro_batches))
+
+
+@lru_cache(maxsize=512)
+def _held(schedule: str, stages: int, micro_batches: int, chunks: int) -> tuple[float, ...]:
+    placement = placement_of(schedule, stages, chunks)
+    return tuple(most_held(one, placement) for one in instructions(schedule, stages, micro_batches, chunks))
+
+
+def overhead(setting: Setting, held: float) -> float:
+    c, counts = setting.constants, setting.software.allocator
+    if counts == "allocated" or not setting.machine.is_gpu:
+        return 0.0
+    unusable = c["fragmentation"] * held
+    return unusable if counts == "reserved" else unusable + c["context_gib"] * GIB
+
+
+def verdict(memory: Memory, machine_gib: float) -> str:
+    """Against what is free: what a runtime takes for itself is not."""
+    free = machine_gib - 1.5 if machine_gib > 8 else machine_gib
+    if memory.gib > free:
+        return "does not fit"
+    return "risky" if memory.gib > RISKY * free else "fits"
+
+
+RISKY = 0.8

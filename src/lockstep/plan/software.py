@@ -1,0 +1,64 @@
+"""What the code that trains does with the same mathematics: which kernels, what it overlaps, in which types it sums.
+
+It is an input: `ours` by default; the published results come from others, whose habits are told in their sources.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of a parameter, of its gradient, and of what the optimizer has for it."""
+
+    parameter: float = 4
+    gradient: float = 4
+    optimizer: float = 8
+
+
+MASTERS = Kept(2, 4, 12)
+"""bf16 weights, gradients summed in fp32, fp32 master weights and Adam's moments."""
+NARROW = Kept(2, 2, 12)
+"""The same with 16-bit gradients."""
+PURE = Kept(2, 2, 4)
+"""Everything in bf16."""
+
+
+@dataclass(frozen=True)
+class Software:
+    name: str
+    fused: bool = False
+    """Elementwise operations run in few kernels: compiled, or Transformer Engine's."""
+    attention: Literal["matrix", "flash2", "flash"] = "flash"
+    """matrix: scores are written to memory; flash2: FlashAttention 2, which does not use Hopper's tensor cores well."""
+    overlaps_tensor: bool = False
+    """Tensor-parallel traffic behind matrix products."""
+    overlaps_experts: bool = False
+    """Tokens are sent to experts behind other work, and permuted on the way."""
+    sends_once: bool = False
+    """A token whose experts are on one other node is sent there once."""
+    overlaps_gradients: bool = True
+    """Gradients are sent while backward still computes."""
+    sequence: bool = True
+    """What tensor parallelism does not cut is cut along the sequence."""
+    graphs: bool = False
+    """CUDA graphs: kernels cost the host nothing."""
+    gradient_bytes: int = 4
+    """Of a gradient when it is reduced."""
+    gathered_bytes: int = 2
+    """Of a parameter when it is gathered."""
+    splits_head: bool = False
+    """Embedding and head count as a layer each where stages are cut."""
+    factor: str | None = None
+    """The constant that its step times are multiplied by, found from its own results; None: 1."""
+    kept: Kept = Kept()
+    fused_loss: bool = False
+    """Logits are not held in fp32 beside their gradient."""
+    buckets: bool = True
+    """Gradients have buffers of their own to be sent from."""
+    allocator: Literal["allocated", "reserved", "nvidia-smi"] = "allocated"
+    """What its memory figures count."""
+
+
+OURS = Software("lockstep", attention="flash")
+COMPILED = Software("lockstep, compiled", fused=True)

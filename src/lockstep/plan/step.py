@@ -1,0 +1,316 @@
+"""How long a step is, term by term: what a stage computes for a micro-batch, what it waits for, what a step ends with.
+
+products      matrix products of the layers (kernels.py)
+attention     scores and what is made of them
+moving        elementwise work: norms, activation functions, residuals; by the bytes that it moves
+head          the products with the vocabulary, and the loss
+recompute     what backward computes again
+tensor        all-gathers and reduce-scatters (or all-reduces) of tensor parallelism that are waited for
+context       keys and values that go round the context-parallel ring, as far as attention does not hide them
+experts       tokens on their way to their experts and back, and their permutation
+shards        parameters that zero3 gathers and gradients that it scatters, as far as layers do not hide them
+launch        the host issues kernels more slowly than the GPU ends them
+pipeline      ranks that stand idle, by running the schedule (pipeline.py)
+gradients     what is left of the gradients' way when backward ends; parameters that come back from zero1 and zero2
+optimizer     the update, by the bytes that it moves
+straggling    the slowest of many
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import log2
+
+from lockstep.plan.constants import Constants, fitted
+from lockstep.plan.kernels import attention_seconds, memory_rate, moving_seconds, product_seconds
+from lockstep.plan.layout import SHARE, Layout, stages_of
+from lockstep.plan.links import GATHER, REDUCE, collective_seconds, exchange_seconds, message_seconds
+from lockstep.plan.machine import Machine
+from lockstep.plan.network import Block, Network
+from lockstep.plan.pipeline import pipeline_seconds
+from lockstep.plan.software import OURS, Software
+
+Terms = dict[str, float]
+OPTIMIZER_BYTES = 28
+"""Of Adam, per parameter: reads weight, gradient and two moments, writes all but the gradient, in fp32."""
+FORWARD = 1 / 3
+"""Of elementwise work, and of launches: forward's share."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that a prediction depends on."""
+
+    network: Network
+    layout: Layout
+    machine: Machine
+    software: Software = OURS
+    precision: str = "bf16"
+    """Of the products in the layers; head and attention compute in bf16 where this is narrower."""
+    constants: Constants = field(default_factory=fitted)
+
+    @property
+    def wide(self) -> str:
+        return "bf16" if self.precision in ("fp4", "fp8") else self.precision
+
+
+@dataclass
+class StepTime:
+    seconds: float
+    terms: Terms
+    """Seconds of a step, by term; they add up."""
+    bubble: float
+    """Share of the step in which the busiest rank of the pipeline stands idle."""
+
+    @property
+    def bound_by(self) -> str:
+        groups = {
+            "compute": ("products", "attention", "head", "recompute"),
+            "memory": ("moving", "optimizer"),
+            "communication": ("tensor", "context", "experts", "shards", "gradients"),
+            "pipeline": ("pipeline",),
+            "host": ("launch",),
+        }
+        return max(groups, key=lambda name: sum(self.terms.get(term, 0.0) for term in groups[name]))
+
+
+def step_time(setting: Setting) -> StepTime:
+    return Clock(setting).step()
+
+
+class Clock:
+    """One setting, worked out."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.s, self.c = setting, setting.constants
+        self.tokens = setting.layout.tokens(setting.network.context)
+
+    # ---- one layer, one micro-batch ----------------------------------------------------------------------------
+
+    def forward(self, block: Block) -> Terms:
+        """Seconds of one layer's forward, by term."""
+        s, c, tp = self.s, self.c, self.s.layout.tp
+        terms: Terms = {"products": self.products(block)}
+        if block.attention is not None:
+            kernel = s.software.attention
+            terms["attention"] = attention_seconds(
+                block.attention, self.tokens, s.network.context, tp, kernel, s.machine, c
+            )
+            terms["context"] = self.ring(block, terms["attention"])
+        beside = tp if self.cuts_sequence else 1
+        elements = c["passes_width"] * block.width / beside + c["passes_inner"] * block.inner / tp
+        eager = 1.0 if s.software.fused else c["passes_eager"]
+        terms["moving"] = FORWARD * eager * moving_seconds(self.tokens * elements, s.machine, c, self.element)
+        terms["tensor"] = self.tensor(block)
+        if block.is_routed:
+            terms["experts"] = self.experts(block)
+        work = s.network.work
+        return {name: seconds * work for name, seconds in terms.items()}
+
+    @property
+    def element(self) -> int:
+        return {"fp32": 4, "fp64": 8}.get(self.s.precision, 2)
+
+    @property
+    def cuts_sequence(self) -> bool:
+        return self.s.layout.sequence and self.s.software.sequence
+
+    def products(self, block: Block) -> float:
+        s, tp, layout = self.s, self.s.layout.tp, self.s.layout
+        total = 0.0
+        for p in block.products:
+            if p.experts:
+                mine = max(1, p.experts // layout.ep)
+                etp = layout.experts_tp
+                tokens = self.tokens * p.visits / (1 if etp >= tp else tp)
+                k, n = (p.k, p.n / etp) if p.cut == "column" else (p.k / etp, p.n)
+                narrow = "fp8" if s.precision == "fp4" else s.precision  # no kernels of many products in fp4
+                total += product_seconds(tokens / mine, k, n, narrow, s.machine, self.c, mine)
+            elif p.cut == "column":
+                total += product_seconds(self.tokens, p.k, p.n / tp, s.precision, s.machine, self.c)
+            elif p.cut == "row":
+                total += product_seconds(self.tokens, p.k / tp, p.n, s.precision, s.machine, self.c)
+            else:
+                tokens = self.tokens / (tp if self.cuts_sequence else 1)
+                total += product_seconds(tokens, p.k, p.n, s.wide, s.machine, self.c)
+        return total
+
+    def tensor(self, block: Block) -> float:
+        """Two reductions of a layer's tokens, each as a reduce-scatter and an all-gather or at once."""
+        tp = self.s.layout.tp
+        if tp == 1:
+            return 0.0
+        payload = self.tokens * block.width * self.element
+        seconds = 2 * collective_seconds(payload, tp, 1, self.s.machine, self.c, REDUCE)
+        return seconds * (self.c["tensor_exposed"] if self.s.software.overlaps_tensor else 1.0)
+
+    def ring(self, block: Block, attention: float) -> float:
+        cp, tp = self.s.layout.cp, self.s.layout.tp
+        if cp == 1 or block.attention is None:
+            return 0.0
+        a = block.attention
+        payload = self.tokens * max(1, a.kv_heads / tp) * (a.dim + a.value_dim) * self.element
+        hops = (cp - 1) * message_seconds(payload, tp * (cp - 1), self.s.machine, self.c)
+        return max(0.0, hops - attention * 0.5) + self.c["ring_uneven"] * attention * (1 - 1 / cp)
+
+    def experts(self, block: Block) -> float:
+        s, layout = self.s, self.s.layout
+        tokens = self.tokens / (1 if layout.experts_tp >= layout.tp else layout.tp)
+        payload = tokens * block.visits * (block.routed_width or block.width) * self.element
+        copies = block.visits if s.software.sends_once else 1
+        sent = 2 * exchange_seconds(payload, layout.ep, layout.tp, s.machine, self.c, copies)
+        sent *= self.c["exchange_exposed"]
+        seconds = sent + self.c["permute_passes"] * payload / memory_rate(s.machine, self.c)
+        return seconds * (self.c["experts_overlapped"] if s.software.overlaps_experts else 1.0)
+
+    def backward(self, block: Block, forward: Terms) -> Terms:
+        """Two products for each of forward's; the same messages the other way; and forward again where asked."""
+        c, layout = self.c, self.s.layout
+        terms = {name: 2 * seconds for name, seconds in forward.items() if name in ("products", "moving")}
+        if "attention" in forward:
+            by = 2.0 if self.s.software.attention == "matrix" else c["flash_backward"]
+            terms["attention"] = by * forward["attention"]
+        for name in ("tensor", "context", "experts"):
+            terms[name] = (2.0 if name == "context" else 1.0) * forward.get(name, 0.0)
+        share = SHARE[layout.recompute]
+        again = sum(forward.get(name, 0.0) for name in ("products", "attention", "moving"))
+        sent = sum(forward.get(name, 0.0) for name in ("tensor", "context", "experts"))
+        terms["recompute"] = share * (again + sent)
+        if layout.recompute == "attention":
+            terms["recompute"] = forward.get("attention", 0.0)
+        elif layout.recompute == "selective":
+            terms["recompute"] = c["selective"] * again
+        return terms
+
+    def with_waits(self, block: Block, forward: Terms, backward: Terms) -> None:
+        """Add what a layer stands waiting for: its shards, and the host."""
+        s, c, layout = self.s, self.c, self.s.layout
+        if layout.zero >= 3 or (layout.zero == 2 and s.software.name == "llm-foundry"):
+            gather, reduce = self.shard_traffic(block.parameters)
+            twice = 1 if layout.zero >= 3 and layout.pp == 1 else 0
+            for terms, traffic in ((forward, gather), (backward, gather * twice + reduce)):
+                busy = sum(terms.values())
+                terms["shards"] = max(0.0, traffic - busy) + c["contention"] * min(traffic, busy)
+        if not s.software.graphs and s.machine.is_gpu:
+            floor = c["launch_layer"] * (1.0 + (c["launch_tensor"] if layout.tp > 1 else 0.0))
+            floor += c["launch_experts"] if block.is_routed else 0.0
+            for terms, share in ((forward, FORWARD), (backward, 1 - FORWARD + SHARE[layout.recompute] * FORWARD)):
+                terms["launch"] = max(0.0, 1e-3 * floor * share - sum(terms.values()))
+
+    def shard_traffic(self, parameters: int) -> tuple[float, float]:
+        layout, software = self.s.layout, self.s.software
+        ranks, stride = layout.shards, layout.tp
+        mine = parameters / layout.tp
+        gather = collective_seconds(mine * software.gathered_bytes, ranks, stride, self.s.machine, self.c, GATHER)
+        reduce = collective_seconds(mine * software.gradient_bytes, ranks, stride, self.s.machine, self.c, GATHER)
+        if layout.shards < layout.dp * layout.cp:
+            copies = layout.dp * layout.cp // layout.shards
+            part = mine * software.gradient_bytes / ranks
+            reduce += collective_seconds(part, copies, stride * ranks, self.s.machine, self.c, REDUCE)
+        return gather, reduce
+
+    # ---- a stage -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layers(self) -> tuple[Terms, Terms]:
+        """Forward and backward of a layer of the mean kind."""
+        network = self.s.network
+        forward: Terms = {}
+        backward: Terms = {}
+        for block, count in network.layers:
+            ahead = self.forward(block)
+            back = self.backward(block, ahead)
+            self.with_waits(block, ahead, back)
+            for total, terms in ((forward, ahead), (backward, back)):
+                for name, seconds in terms.items():
+                    total[name] = total.get(name, 0.0) + seconds * count / network.depth
+        return forward, backward
+
+    @cached_property
+    def head(self) -> float:
+        """Forward, of one micro-batch: the products with the vocabulary, and the loss over it."""
+        s, tp = self.s, self.s.layout.tp
+        n = s.network.vocabulary / tp
+        if not n:
+            return 0.0
+        product = product_seconds(self.tokens, s.network.hidden, n, s.wide, s.machine, self.c)
+        loss = moving_seconds(self.tokens * n * self.c["loss_passes"] * FORWARD, s.machine, self.c, 4)
+        extra = s.network.extra_layers * sum(self.layers[0].values())
+        return product + loss + extra
+
+    def step(self) -> StepTime:
+        s, layout = self.s, self.s.layout
+        ahead, back = (sum(terms.values()) for terms in self.layers)
+        stages = stages_of(s.network, layout, s.software.splits_head)
+        forward = [count * ahead for count in stages]
+        backward = [count * back for count in stages]
+        forward[-1] += self.head
+        backward[-1] += 2 * self.head
+        m = layout.micro_batches
+        apart = layout.tp * layout.cp * layout.dp
+        payload = self.tokens * s.network.hidden * self.element / (layout.tp if self.cuts_sequence else 1)
+        message = message_seconds(payload, apart, s.machine, self.c) if layout.pp > 1 else 0.0
+        span = pipeline_seconds(layout.schedule, layout.pp, m, layout.chunks, forward, backward, message)
+        busy = [m * (f + b) for f, b in zip(forward, backward, strict=True)]
+        worst = busy.index(max(busy))
+        terms = dict.fromkeys(TERMS, 0.0)
+        for passes in self.layers:
+            for name, seconds in passes.items():
+                terms[name] += m * stages[worst] * seconds
+        terms["head"] = m * 3 * self.head if worst == layout.pp - 1 else 0.0
+        terms["pipeline"] = span - busy[worst]
+        terms |= self.ends(stages[worst], forward[worst], backward[worst])
+        total = sum(terms.values())
+        terms["straggling"] = total * self.c["straggling"] * log2(max(1.0, layout.ranks / 8))
+        factor = self.c.factor(s.software.factor) * s.machine.factors.get("step", 1.0)
+        terms = {name: seconds * factor for name, seconds in terms.items()}
+        whole = sum(terms.values())
+        return StepTime(whole, terms, terms["pipeline"] / whole if whole else 0.0)
+
+    def ends(self, layers: float, forward: float, backward: float) -> Terms:
+        """After the last micro-batch: gradients, update, parameters."""
+        s, c, layout, software = self.s, self.c, self.s.layout, self.s.software
+        dense, routed = self.parameters_of(layers)
+        shards = layout.shards if layout.zero else 1
+        update = (dense / shards + routed / max(1, shards // layout.ep)) * OPTIMIZER_BYTES
+        rate = memory_rate(s.machine, c)
+        if layout.offload:
+            rate = min(rate, 20e9)
+        optimizer = update / rate + (0.0 if not s.machine.is_gpu else 1e-3)
+        if layout.zero >= 3:
+            return {"gradients": self.outside_gradients(), "optimizer": optimizer}
+        ranks, stride = layout.dp * layout.cp, layout.tp
+        sent = returned = 0.0
+        for parameters, group, step in ((dense, ranks, stride), (routed, ranks // layout.ep, stride * layout.ep)):
+            times = REDUCE if layout.zero == 0 or layout.shards < ranks else GATHER
+            sent += collective_seconds(parameters * software.gradient_bytes, group, step, s.machine, c, times)
+            if layout.zero:
+                shared = min(group, layout.shards)
+                payload = parameters * software.gathered_bytes
+                returned += collective_seconds(payload, shared, step, s.machine, c, GATHER)
+        if software.overlaps_gradients:
+            passes = layout.pp if layout.pp > 1 and layout.chunks > 1 else 1
+            sent = max(sent * c["gradients_least"], sent - c["gradients_hidden"] * backward * passes)
+            returned = max(returned * c["gradients_least"], returned - c["gradients_hidden"] * forward * passes)
+        return {"gradients": sent + returned, "optimizer": optimizer}
+
+    def outside_gradients(self) -> float:
+        """Of zero3: embedding and head, which are gathered and scattered at the ends, with nothing beside."""
+        network = self.s.network
+        gather, reduce = self.shard_traffic(network.embedding_parameters + network.head_parameters)
+        return (gather + reduce) * self.c["gradients_least"] * self.s.layout.micro_batches
+
+    def parameters_of(self, layers: float) -> tuple[float, float]:
+        """Of a stage's rank: those that all ranks of dp share, and those of its experts."""
+        network, layout = self.s.network, self.s.layout
+        share = layers / network.depth
+        routed = sum(b.expert_parameters * n for b, n in network.layers)
+        dense = sum(b.parameters * n for b, n in network.layers) - routed
+        ends = network.embedding_parameters + network.head_parameters
+        whole = share * dense + (ends if layout.pp == 1 else ends / 2)
+        return whole / layout.tp, share * routed / layout.ep / layout.experts_tp
+
+
+TERMS = (
+    *("products", "attention", "moving", "head", "recompute", "tensor", "context", "experts", "shards", "launch"),
+    *("pipeline", "gradients", "optimizer", "straggling"),
+)
