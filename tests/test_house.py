@@ -14,7 +14,7 @@ FLOORS = (
     ("strategies",),
     ("checkpoint", "measure"),
     ("training",),
-    ("demo", "verify", "bench", "profile", "schedule", "report"),
+    ("demo", "verify", "bench", "profile", "schedule", "plan", "report"),
     ("cli",),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

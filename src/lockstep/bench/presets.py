@@ -100,7 +100,7 @@ def accumulation_sweep(config: Config) -> list[Case]:
 def naive_ddp(config: Config) -> list[Case]:
     """One GPT, one all-reduce per parameter, and the same without waiting for each."""
     assert isinstance(config.model, GPT)
-    shape = gpt_shape(config.model, tokens_for(config.model))
+    shape = gpt_shape(config.model, tokens_for(config.model).classes)
     details = {"model_size": config.model.size, "d_model": shape.d_model, "num_layers": shape.layers}
     return [Case(name, name, config, details=details) for name in ("naive", "flat", "overlap", "bucketed", "ddp")]
 
@@ -298,7 +298,7 @@ def training_bytes(config: Config, nproc: int) -> float:
     spec = tokens_for(model)
     with torch.device("meta"):
         parameters = parameter_count(build_model(model, spec))
-    shape = gpt_shape(model, spec)
+    shape = gpt_shape(model, spec.classes)
     itemsize = 8 if train.precision == "fp64" else 4
     copies = 3 + (2 if train.optimizer != "sgd" else 1)  # weights, gradients, gradients in flight, the optimizer's
     tokens = -(-train.batch_size // nproc) * model.context

@@ -30,6 +30,8 @@ COMMANDS = {  # name -> (module, what it answers)
     "bench comm": ("lockstep.cli.bench_comm", "what does my interconnect give? collectives in nccl-tests' terms"),
     "bench train": ("lockstep.cli.bench_train", "which strategy is fastest? steps of each, in turns, in one run"),
     "bench scaling": ("lockstep.cli.bench_scaling", "how does it scale? weak and strong, and what is lost to what"),
+    "plan": ("lockstep.cli.plan", "will it fit, which layout, how long is a step? predicted, nothing is run"),
+    "plan check": ("lockstep.cli.plan_check", "how far is the planner from results that others measured?"),
     "strategies": ("lockstep.cli.strategies", "what is there to choose from? what each cuts, sends and holds"),
     "schedule": ("lockstep.cli.schedule", "how does a pipeline schedule look? drawn, and beside it a real run"),
     "profile": ("lockstep.cli.profile", "where does the time go? one trace of all ranks, and what it says in words"),

@@ -13,8 +13,9 @@ from rich.progress import Progress
 from lockstep.bench.comm import Row, bench_comm
 from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
-from lockstep.cli.arguments import LinkFlag, check_outputs, over_link, parse, refuse_positional
+from lockstep.cli.arguments import LinkFlag, over_link
 from lockstep.cli.comm_tables import Result, as_record, figures, show_fit, show_pairs, show_reading, show_rows
+from lockstep.cli.parsing import check_outputs, parse, refuse_positional
 from lockstep.cli.tables import console, keep, write_rows
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.wire import Wire

@@ -9,9 +9,10 @@ import torch
 
 from lockstep.bench.presets import GPT_25M, text
 from lockstep.bench.scaling import MODES, Mode, Point, amdahl_fit, points, scaling_cases, sentences
-from lockstep.cli.arguments import RunArguments, check_outputs, parse
+from lockstep.cli.arguments import RunArguments
 from lockstep.cli.bench_train import time_cases
 from lockstep.cli.flags import config_from, sections
+from lockstep.cli.parsing import check_outputs, parse
 from lockstep.cli.tables import console, keep, new_table, write_rows
 from lockstep.config import Config
 from lockstep.errors import UserError

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from lockstep.cli.arguments import parse, refuse_positional
+from lockstep.cli.parsing import parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.demo import DemoRow, demo, demo_config
 from lockstep.errors import UserError

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.cli.arguments import check_output, parse
+from lockstep.cli.parsing import check_output, parse
 from lockstep.errors import UserError
 from lockstep.training.export import export_hf, export_weights
 

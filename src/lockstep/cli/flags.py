@@ -38,6 +38,11 @@ KNOWN = {
     "schedule": (*LAUNCH, "stages", "micro-batches", "chunks", "forward", "backward", "out", "run"),
     "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot"),
     "report": ("out", "title"),
+    "plan": (
+        *("cluster", "global-batch", "context", "hf", "batch-shape", "tokens-in", "tokens", "precision", "compiled"),
+        *("fix", "top", "explain", "json", "csv", "out", "html"),
+    ),
+    "plan check": ("out",),
 }
 """Flags of each command that are no keys of a config. What they are its dataclass says, which needs torch for it."""
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from lockstep.cli.arguments import parse
+from lockstep.cli.parsing import parse
 from lockstep.data import build_data
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.cli.arguments import parse
+from lockstep.cli.parsing import parse
 from lockstep.errors import UserError
 from lockstep.training.export import import_hf
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.cli.arguments import check_output, parse
+from lockstep.cli.parsing import check_output, parse
 from lockstep.errors import UserError
 from lockstep.report import gather, write_report
 from lockstep.words import counted

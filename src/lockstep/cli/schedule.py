@@ -8,8 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from lockstep.cli.arguments import RunArguments, check_before_ranks, check_output, parse
+from lockstep.cli.arguments import RunArguments, check_before_ranks
 from lockstep.cli.flags import config_from, sections
+from lockstep.cli.parsing import check_output, parse
 from lockstep.cli.tables import console
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks

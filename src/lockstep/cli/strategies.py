@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.cli.arguments import parse
 from lockstep.cli.flags import config_from
+from lockstep.cli.parsing import parse
 from lockstep.cli.tables import console, new_table
 from lockstep.config import GPT, Config, Data, Model, Train
 from lockstep.data import DataSpec

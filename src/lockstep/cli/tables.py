@@ -4,16 +4,16 @@ import csv
 from io import StringIO
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.report.sections import section
-from lockstep.results.chart import draw
-from lockstep.results.record import Record
 from lockstep.results.whole import write_whole
+
+if TYPE_CHECKING:
+    from lockstep.results.record import Record
 
 STRATEGY_WIDTH = len("bucketed+powersgd")
 
@@ -48,8 +48,11 @@ def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
     write_whole(file, out.getvalue())
 
 
-def keep(record: Record, json: str | None, plot: str | None) -> None:
+def keep(record: "Record", json: str | None, plot: str | None) -> None:
     """The files that --json and --plot name: the record, and the charts that the report would draw of it."""
+    from lockstep.report.sections import section  # torch, for what ran where
+    from lockstep.results.chart import draw
+
     if json is not None:
         record.write(Path(json))
     if plot is not None:

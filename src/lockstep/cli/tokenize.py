@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from lockstep.cli.arguments import parse
+from lockstep.cli.parsing import parse
 from lockstep.data.tokens import BYTES, write_tokens
 from lockstep.errors import UserError
 

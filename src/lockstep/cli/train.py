@@ -5,8 +5,9 @@ import sys
 from dataclasses import dataclass
 from math import isfinite
 
-from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths, parse
+from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths
 from lockstep.cli.flags import config_from, sections, without_flag
+from lockstep.cli.parsing import parse
 from lockstep.launch import adopt_environment, run_on_ranks
 from lockstep.training.loop import train_in_folder
 from lockstep.training.result import TrainResult

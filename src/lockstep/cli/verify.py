@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lockstep.cli.arguments import LinkFlag, device_type, over_link, parse
+from lockstep.cli.arguments import LinkFlag, device_type, over_link
 from lockstep.cli.flags import config_from, flag_value
+from lockstep.cli.parsing import parse
 from lockstep.cli.tables import console, new_table
 from lockstep.config import CNN, Config, Data, Model, Own, Train, check_ranges
 from lockstep.errors import UserError

@@ -14,6 +14,7 @@ from lockstep.config.schema import (
     Model,
     Own,
     Parallel,
+    Plan,
     ResNet,
     Train,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Model",
     "Own",
     "Parallel",
+    "Plan",
     "ResNet",
     "Train",
     "check_ranges",

@@ -306,6 +306,16 @@ class Checkpoint:
 
 
 @dataclass
+class Plan:
+    """What lockstep plan has predicted for this run, to be shown beside what is measured."""
+
+    step_ms: float | None = None
+    memory_gib: float | None = None
+    """Of the rank that holds most."""
+    machine: str | None = None
+
+
+@dataclass
 class Config:
     """One run: what `lockstep train` reads from a file and from its flags."""
 
@@ -315,3 +325,4 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     lora: Lora = field(default_factory=Lora)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    plan: Plan = field(default_factory=Plan)

@@ -3,12 +3,13 @@
 from torch import nn
 
 from lockstep.config import schema
+from lockstep.config.gpt import gpt_shape
 from lockstep.data.dataset import DataSpec
 from lockstep.errors import UserError
 from lockstep.models.cnn import CNN
 from lockstep.models.deferred import seeded
 from lockstep.models.flops import forward_flops, training_flops
-from lockstep.models.gpt import GPT, SIZES, Shape
+from lockstep.models.gpt import GPT
 from lockstep.models.hf import build_hf, vocabulary_of
 from lockstep.models.mlp import MLP
 from lockstep.models.own import check_outputs, own_model
@@ -35,7 +36,7 @@ def _build(config: schema.Model, spec: DataSpec) -> nn.Module:
         case schema.ResNet():
             return ResNet(spec.shape, config.depth, config.width, spec.classes, config.norm)
         case schema.GPT():
-            return GPT(gpt_shape(config, spec))
+            return GPT(gpt_shape(config, spec.classes))
         case schema.HF():
             if vocabulary_of(config.path) < spec.classes:
                 raise UserError(
@@ -52,38 +53,6 @@ def is_others(config: schema.Model) -> bool:
     rank builds it whole, and takes the first rank's weights.
     """
     return isinstance(config, schema.HF | schema.Own)
-
-
-def gpt_shape(config: schema.GPT, spec: DataSpec) -> Shape:
-    d_model, layers, heads = (
-        (config.d_model, config.layers, config.heads) if config.size == "custom" else SIZES[config.size]
-    )
-    kv_heads = config.kv_heads or heads
-    if d_model % heads:
-        raise UserError(f"model.d_model {d_model} must be a multiple of model.heads {heads}")
-    if heads % kv_heads:
-        raise UserError(f"model.heads {heads} must be a multiple of model.kv_heads {kv_heads}")
-    if config.position == "rope" and d_model // heads % 2:
-        raise UserError(f"model.position rope needs heads of an even size, but d_model/heads is {d_model // heads}")
-    vocabulary = config.vocabulary or spec.classes
-    if vocabulary < spec.classes:
-        raise UserError(f"model.vocabulary is {vocabulary}, but the data set has {spec.classes} different tokens")
-    return Shape(
-        d_model=d_model,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        context=config.context,
-        vocabulary=vocabulary,
-        norm=config.norm,
-        position=config.position,
-        activation=config.activation,
-        tied=config.tied,
-        dropout=config.dropout,
-        attention=config.attention,
-        residual=config.residual,
-        own_gelu=config.own_gelu,
-    )
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,46 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lockstep.config.gpt import SIZES, Shape
 from lockstep.models.kernels import usable_on
 
-SIZES = {  # name: (d_model, layers, heads)
-    "small": (768, 12, 12),
-    "medium": (1024, 24, 16),
-    "large": (1280, 36, 20),
-    "xl": (1600, 48, 25),
-    "2.7b": (2560, 32, 32),
-}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """All numbers of the network."""
-
-    d_model: int
-    layers: int
-    heads: int
-    kv_heads: int
-    context: int
-    vocabulary: int
-    norm: str = "layernorm"
-    position: str = "learned"
-    activation: str = "gelu"
-    tied: bool = True
-    dropout: float = 0.0
-    attention: str = "auto"
-    residual: str = "fp32"
-    own_gelu: bool = False
-
-    @property
-    def head_size(self) -> int:
-        return self.d_model // self.heads
-
-    @property
-    def mlp_width(self) -> int:
-        """4 d for GELU; 8/3 d, rounded up to a multiple of 64, for SwiGLU, whose third matrix evens the count."""
-        if self.activation == "gelu":
-            return 4 * self.d_model
-        return -(-8 * self.d_model // (3 * 64)) * 64
+__all__ = ["GPT", "SIZES", "Shape"]
 
 
 def make_norm(shape: Shape) -> nn.Module:

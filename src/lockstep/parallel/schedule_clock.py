@@ -73,8 +73,8 @@ def timetable(
 ) -> Timetable:
     """Every rank does its list in order; a receive waits for what it receives.
 
-    `costs`: of all chunks of a rank together; or, where they are not alike, of each part of the model. `message`: from a
-    pass's end to where the next part has what it gave.
+    `costs`: of all chunks of a rank together; or, where they are not alike, of each part of the model. `message`: from
+    the end of a pass to where the next part has what it gave.
     """
     if not isinstance(costs, Sequence):
         each = costs or Costs()

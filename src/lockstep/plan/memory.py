@@ -16,7 +16,7 @@ from lockstep.parallel.schedule import placement_of
 from lockstep.parallel.schedule_clock import most_held
 from lockstep.plan.layout import Layout, stages_of
 from lockstep.plan.network import Block
-from lockstep.plan.pipeline import instructions
+from lockstep.plan.pipeline import enough, instructions
 from lockstep.plan.step import Setting
 
 GIB = 2.0**30
@@ -41,8 +41,12 @@ class Memory:
 def memory_of(setting: Setting) -> Memory:
     counts = stages_of(setting.network, setting.layout, setting.software.splits_head)
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    stages = [blocks_between(setting, a, a + count) for a, count in zip(starts, counts, strict=True)]
-    found = [stage_memory(setting, stage, blocks) for stage, blocks in enumerate(stages)]
+    # the first stages hold most micro-batches, and the last one the logits
+    looked_at = {0, 1, 2, len(counts) - 1}
+    found = [
+        stage_memory(setting, stage, blocks_between(setting, starts[stage], starts[stage] + counts[stage]))
+        for stage in sorted(looked_at & set(range(len(counts))))
+    ]
     return max(found, key=lambda memory: memory.total)
 
 
@@ -137,7 +141,7 @@ def in_flight(layout: Layout, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once; a chunk of one counts as its share."""
     if layout.pp == 1:
         return 1.0
-    few = min(layout.micro_batches, 2 * layout.pp)
+    few = min(layout.micro_batches, enough(layout.schedule, layout.pp))
     return min(_held(layout.schedule, layout.pp, few, layout.chunks)[stage], float(layout.micro_batches))
 
 

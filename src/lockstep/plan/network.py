@@ -22,15 +22,17 @@ class Product:
     experts: int = 0
     """Of which each token visits `visits`; 0: every token goes through this one."""
     visits: int = 1
+    rows: float = 1.0
+    """Of the product, for each token: pixels of a convolution."""
 
     @property
     def parameters(self) -> int:
         return self.k * self.n * max(1, self.experts)
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         """Of one token, forward."""
-        return 2 * self.k * self.n * self.visits
+        return 2 * self.k * self.n * self.visits * self.rows
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from lockstep.plan.layout import SHARE, Layout, stages_of
 from lockstep.plan.links import GATHER, REDUCE, collective_seconds, exchange_seconds, message_seconds
 from lockstep.plan.machine import Machine
 from lockstep.plan.network import Block, Network
-from lockstep.plan.pipeline import pipeline_seconds
+from lockstep.plan.pipeline import idle_by_formula, pipeline_seconds
 from lockstep.plan.software import OURS, Software
 
 Terms = dict[str, float]
@@ -131,7 +131,7 @@ class Clock:
                 total += product_seconds(self.tokens, p.k / tp, p.n, s.precision, s.machine, self.c)
             else:
                 tokens = self.tokens / (tp if self.cuts_sequence else 1)
-                total += product_seconds(tokens, p.k, p.n, s.wide, s.machine, self.c)
+                total += product_seconds(tokens * p.rows, p.k, p.n, s.wide, s.machine, self.c)
         return total
 
     def tensor(self, block: Block) -> float:
@@ -237,14 +237,27 @@ class Clock:
         extra = s.network.extra_layers * sum(self.layers[0].values())
         return product + loss + extra
 
-    def step(self) -> StepTime:
-        s, layout = self.s, self.s.layout
+    @cached_property
+    def stages(self) -> tuple[list[float], list[float], list[float]]:
+        """Layers, forward and backward of a micro-batch, of each rank of the pipeline."""
+        s = self.s
         ahead, back = (sum(terms.values()) for terms in self.layers)
-        stages = stages_of(s.network, layout, s.software.splits_head)
-        forward = [count * ahead for count in stages]
-        backward = [count * back for count in stages]
+        counts = stages_of(s.network, s.layout, s.software.splits_head)
+        forward, backward = [count * ahead for count in counts], [count * back for count in counts]
         forward[-1] += self.head
         backward[-1] += 2 * self.head
+        return counts, forward, backward
+
+    def guess(self) -> float:
+        """Seconds, with the idle time of the pipeline by formula: what is worth working out."""
+        layout, (counts, forward, backward) = self.s.layout, self.stages
+        one = max(f + b for f, b in zip(forward, backward, strict=True))
+        idle = idle_by_formula(layout.schedule, layout.pp, layout.chunks, one)
+        return layout.micro_batches * one + idle + sum(self.ends(counts[0], forward[0], backward[0]).values())
+
+    def step(self) -> StepTime:
+        s, layout = self.s, self.s.layout
+        stages, forward, backward = self.stages
         m = layout.micro_batches
         apart = layout.tp * layout.cp * layout.dp
         payload = self.tokens * s.network.hidden * self.element / (layout.tp if self.cuts_sequence else 1)

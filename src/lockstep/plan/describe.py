@@ -1,0 +1,83 @@
+"""From what a person has (our config, a Hugging Face config.json) to what the planner knows of a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import GPT
+from lockstep.config.gpt import gpt_shape
+from lockstep.errors import UserError
+from lockstep.plan.network import Network, latent_block, transformer, transformer_block
+
+
+def network_of_gpt(model: GPT) -> Network:
+    """Ours, by its shape."""
+    shape = gpt_shape(model, model.vocabulary or 256)
+    sizes = (shape.layers, shape.d_model, shape.heads, shape.mlp_width, shape.vocabulary, shape.context)
+    return transformer(
+        *(f"gpt {model.size}", *sizes),
+        kv_heads=shape.kv_heads,
+        gated=shape.activation == "swiglu",
+        tied=shape.tied,
+        positions=shape.context if shape.position == "learned" else 0,
+        biases=shape.norm == "layernorm",
+    )
+
+
+NOT_GATED = ("gpt2", "gpt_neox", "opt", "bloom", "gptj", "gpt_bigcode", "falcon", "phi", "nemotron")
+
+
+def network_of_hf(file: Path, context: int | None) -> Network:
+    """Llama, Qwen, Mistral, GPT-2, GPT-NeoX and their kin, dense and with experts."""
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--hf {file} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"--hf {file} is not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"--hf {file} holds no object; give a model's config.json")
+    values = values.get("text_config") or values
+
+    def number(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if isinstance(values.get(name), int):
+                return int(values[name])
+        if default is None:
+            raise UserError(f"--hf {file} does not say {' or '.join(names)}")
+        return default
+
+    kind = str(values.get("model_type", ""))
+    hidden, layers = number("hidden_size", "n_embd", "d_model"), number("num_hidden_layers", "n_layer", "num_layers")
+    heads = number("num_attention_heads", "n_head")
+    if min(hidden, layers, heads) < 1:
+        raise UserError(f"--hf {file}: sizes must be 1 or more")
+    kv, vocabulary = number("num_key_value_heads", default=heads), number("vocab_size")
+    seen = context or number("max_position_embeddings", "n_positions", default=2048)
+    gated = kind not in NOT_GATED
+    ffn = number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    tied = bool(values.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2")))
+    dim = number("head_dim", default=max(1, hidden // heads))
+    name = str(values.get("_name_or_path") or kind or file.parent.name)
+    if not experts and "kv_lora_rank" not in values:
+        positions = seen if kind in ("gpt2", "opt") else 0
+        return transformer(name, layers, hidden, heads, ffn, vocabulary, seen, kv, gated, tied, positions, dim)
+    sizes: dict[str, Any] = {
+        "experts": experts,
+        "visits": number("num_experts_per_tok", "num_experts_per_token", default=2),
+        "shared_ffn": number("n_shared_experts", default=0) * number("moe_intermediate_size", default=ffn),
+    }
+    inside = number("moe_intermediate_size", default=ffn)
+    dense = number("first_k_dense_replace", default=0)
+    if "kv_lora_rank" in values:
+        ranks = (number("q_lora_rank", default=0), number("kv_lora_rank"))
+        heads_of = (number("qk_nope_head_dim"), number("qk_rope_head_dim"), number("v_head_dim"))
+        first = latent_block(hidden, heads, ffn, *ranks, *heads_of)
+        rest = latent_block(hidden, heads, inside, *ranks, *heads_of, **sizes) if experts else first
+    else:
+        first = transformer_block(hidden, heads, ffn, kv, gated, dim)
+        rest = transformer_block(hidden, heads, inside, kv, gated, dim, **sizes)
+    made = ((first, dense), (rest, layers - dense)) if dense else ((rest, layers),)
+    return Network(name, made, hidden, vocabulary, seen, tied)
