@@ -43,6 +43,8 @@ KNOWN = {
         *("fix", "top", "explain", "json", "csv", "out", "html"),
     ),
     "plan check": ("out",),
+    "plan learn": ("machine", "dry"),
+    "calibrate": (*LAUNCH, "out"),
 }
 """Flags of each command that are no keys of a config. What they are its dataclass says, which needs torch for it."""
 

@@ -8,6 +8,7 @@ from math import isfinite
 from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths
 from lockstep.cli.flags import config_from, sections, without_flag
 from lockstep.cli.parsing import parse
+from lockstep.config import Plan
 from lockstep.launch import adopt_environment, run_on_ranks
 from lockstep.training.loop import train_in_folder
 from lockstep.training.result import TrainResult
@@ -56,15 +57,15 @@ def main(argv: list[str]) -> int:
         launch=arguments.launch,
         saves_when_stopped=True,
     )[0]
-    return told(result, argv) if result.is_main else int(result.not_saved is not None)
+    return told(result, argv, config.plan) if result.is_main else int(result.not_saved is not None)
 
 
-def told(result: TrainResult, argv: list[str]) -> int:
+def told(result: TrainResult, argv: list[str], plan: Plan) -> int:
     """Say how the run has ended and how to go on; the exit status is 0 only if all is there that it should leave."""
     taken = counted(result.steps - result.resumed_at, "step") + (
         f", up to {result.steps}," if result.resumed_at else ""
     )
-    for line in summary(result, taken):
+    for line in [*summary(result, taken), *beside_the_plan(result, plan)]:
         print(line)
     if result.not_saved is not None:
         ended = f"stopped by {result.stopped_by}, and " if result.stopped else ""
@@ -86,6 +87,17 @@ def to_go_on(result: TrainResult, argv: list[str]) -> str:
     until = "" if result.stopped else f", here for {counted(result.steps, 'step')} more"
     started = "... -m lockstep" if adopt_environment() else "lockstep"  # by torchrun or srun, with flags of theirs
     return f"go on{until}: {started} train {shlex.join(command)} --resume {shlex.quote(str(result.folder))}"
+
+
+def beside_the_plan(result: TrainResult, plan: Plan) -> list[str]:
+    """What lockstep plan had predicted, where it wrote the config."""
+    if plan.step_ms is None or not result.spent.steps:
+        return []
+    step = 1e3 * result.spent.training / result.spent.steps
+    said = f"predicted: a step of {plan.step_ms:.1f} ms, measured {step:.1f} ms ({step / plan.step_ms - 1:+.0%})"
+    if plan.memory_gib is not None:
+        said += f"; memory {plan.memory_gib:.2f} GiB, measured {result.memory / 2**30:.2f} GiB"
+    return [f"{said}; lockstep plan learn {result.folder} improves the machine file"]
 
 
 def summary(result: TrainResult, taken: str) -> list[str]:

@@ -92,6 +92,8 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]
         kinds["activations"] += tokens * max(whole_layer(s, b) for b, _ in network.layers)
     if stage == layout.pp - 1 and network.vocabulary:
         size = s.constants["logit_bytes"] * (0.5 if software.fused_loss else 1.0)
+        if software.own_loss and s.machine.is_gpu:
+            size = 2 * element(s)  # the logits, and their gradient
         kinds["logits"] = size * tokens * network.vocabulary / layout.tp
         if layout.zero < 3:  # the gradient of the head's weight, before it is added
             kinds["buffers"] = software.gradient_bytes * network.vocabulary * network.hidden / layout.tp

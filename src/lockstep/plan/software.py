@@ -54,11 +54,13 @@ class Software:
     kept: Kept = Kept()
     fused_loss: bool = False
     """Logits are not held in fp32 beside their gradient."""
+    own_loss: bool = False
+    """Cross entropy by a kernel that never holds logits in fp32."""
     buckets: bool = True
     """Gradients have buffers of their own to be sent from."""
     allocator: Literal["allocated", "reserved", "nvidia-smi"] = "allocated"
     """What its memory figures count."""
 
 
-OURS = Software("lockstep", attention="flash")
-COMPILED = Software("lockstep, compiled", fused=True)
+OURS = Software("lockstep", own_loss=True)
+COMPILED = Software("lockstep, compiled", fused=True, own_loss=True)

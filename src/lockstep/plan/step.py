@@ -32,6 +32,8 @@ from lockstep.plan.software import OURS, Software
 Terms = dict[str, float]
 OPTIMIZER_BYTES = 28
 """Of Adam, per parameter: reads weight, gradient and two moments, writes all but the gradient, in fp32."""
+OWN_LOSS = 1.5
+"""Passes over fp32 logits that a kernel costs which reads them in bf16 twice and writes their gradient once."""
 FORWARD = 1 / 3
 """Of elementwise work, and of launches: forward's share."""
 
@@ -77,11 +79,17 @@ def step_time(setting: Setting) -> StepTime:
     return Clock(setting).step()
 
 
+def with_factors(setting: Setting) -> Constants:
+    """The constants as they are on this machine: what calibrate and learn have found."""
+    found = {n: setting.constants[n] * f for n, f in setting.machine.factors.items() if n in setting.constants.values}
+    return setting.constants.changed(**found) if found else setting.constants
+
+
 class Clock:
     """One setting, worked out."""
 
     def __init__(self, setting: Setting) -> None:
-        self.s, self.c = setting, setting.constants
+        self.s, self.c = setting, with_factors(setting)
         self.tokens = setting.layout.tokens(setting.network.context)
 
     # ---- one layer, one micro-batch ----------------------------------------------------------------------------
@@ -233,7 +241,8 @@ class Clock:
         if not n:
             return 0.0
         product = product_seconds(self.tokens, s.network.hidden, n, s.wide, s.machine, self.c)
-        loss = moving_seconds(self.tokens * n * self.c["loss_passes"] * FORWARD, s.machine, self.c, 4)
+        passes = OWN_LOSS if s.software.own_loss and s.machine.is_gpu else self.c["loss_passes"]
+        loss = moving_seconds(self.tokens * n * passes * FORWARD, s.machine, self.c, 4)
         extra = s.network.extra_layers * sum(self.layers[0].values())
         return product + loss + extra
 

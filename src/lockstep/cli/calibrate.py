@@ -1,0 +1,71 @@
+"""`lockstep calibrate`."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.progress import Progress
+
+from lockstep.cli.parsing import check_output, parse, refuse_positional
+from lockstep.cli.tables import console, new_table
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.layout.world import World
+from lockstep.plan.calibrate import Measured, machine_from, measure
+from lockstep.plan.machine import HERE, Machine
+from lockstep.words import counted, duration
+
+
+@dataclass
+class CalibrateArguments:
+    """Measure this machine for the planner: matrix products and attention over shapes, memory, and what goes between
+    ranks; by all ranks at once, as training uses it. In a minute or two; `lockstep plan --cluster here` then uses it.
+
+    For example:
+
+    lockstep calibrate --nproc 2
+
+    lockstep calibrate --nproc 8 --out my_node.yaml        # lockstep plan ... --cluster 4x8xmy_node.yaml
+    """
+
+    launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
+    out: str = str(HERE)
+    """The machine file to write."""
+
+
+def main(argv: list[str]) -> int:
+    refuse_positional(argv, "calibrate")
+    arguments = parse(CalibrateArguments, argv, "calibrate")
+    check_output("--out", arguments.out)
+    everyone, links, sharing = run_on_ranks(_measure, launch=arguments.launch, default_nproc=2)[0]
+    if os.environ.get("RANK", "0") == "0":
+        machine = machine_from(everyone, links, sharing)
+        machine.save(Path(arguments.out))
+        show(machine, everyone, links, arguments.out)
+    return 0
+
+
+def _measure(world: World) -> tuple[list[Measured], dict[str, float], int]:
+    with Progress(disable=not world.is_main, transient=True) as bar:
+        task = bar.add_task(counted(world.size, "rank"), total=None)
+        everyone, links = measure(world, lambda what: bar.update(task, description=what))
+    return everyone, links, world.ranks_on_device
+
+
+def show(machine: Machine, everyone: list[Measured], links: dict[str, float], out: str) -> None:
+    screen, first = console(), everyone[0]
+    table = new_table(f"{machine.title}, {counted(len(everyone), 'rank')} at once", ("what",), ("time", "rate"), ("",))
+    for m, k, n, dtype, seconds in first.products:
+        rate = 2 * m * k * n / seconds / 1e12
+        table.add_row(f"({m}, {k}) x ({k}, {n}) {dtype}", duration(seconds), f"{rate:.3g} TFLOP/s", "")
+    for batch, heads, context, dim, seconds in first.attention:
+        rate = 2 * batch * heads * context * context * dim / seconds / 1e12
+        shape = f"attention {batch} x {heads} x {context} x {dim}"
+        table.add_row(shape, duration(seconds), f"{rate:.3g} TFLOP/s", "causal")
+    table.add_row("memory, read and written", "-", f"{first.memory / 1e9:.3g} GB/s", "")
+    for what, seconds in links.items():
+        name, nbytes = what.split()
+        table.add_row(f"{name} of {int(nbytes):,} B", duration(seconds), f"{int(nbytes) / seconds / 1e9:.3g} GB/s", "")
+    screen.print(table)
+    screen.print(f"{out}: lockstep plan CONFIG --cluster {'here' if out == str(HERE) else out}", highlight=False)

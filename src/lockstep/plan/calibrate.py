@@ -1,0 +1,196 @@
+"""Measure the machine that this runs on: products, attention, memory and links, by all ranks at once.
+
+What a kind is known for stays in its file; what is measured becomes a factor of the planner's constants, or a link's
+own numbers. So the same formulas hold for a machine that nobody has published results of.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import exp, log
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lockstep.bench.comm import bench_comm
+from lockstep.bench.trial import Sweep
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.comm.hosts import hosts_meet
+from lockstep.layout.world import World
+from lockstep.plan.constants import fitted
+from lockstep.plan.kernels import attention_seconds, product_seconds
+from lockstep.plan.machine import Link, Machine, kinds, machine_of
+from lockstep.plan.network import Attention
+
+SHAPES = ((512, 512, 2048), (1024, 1024, 1024), (2048, 768, 3072), (2048, 2048, 2048), (4096, 1024, 4096))
+"""(m, k, n) on a CPU; on a GPU each eight times as long."""
+ON_GPU, ON_CPU = ((8, 12, 1024, 64), (2, 16, 2048, 128)), ((4, 4, 256, 32), (2, 8, 512, 64))
+"""Attention: batch, heads, context, dim."""
+TRIES = 5
+
+
+@dataclass
+class Measured:
+    """By one rank, while the others did the same."""
+
+    products: list[tuple[int, int, int, str, float]]
+    """m, k, n, type, seconds."""
+    attention: list[tuple[int, int, int, int, float]]
+    """batch, heads, context, dim, seconds, forward."""
+    memory: float
+    """Bytes per second that a copy reads and writes."""
+    cores: int
+    memory_bytes: int
+    name: str
+
+
+def timed(world: World, work: Callable[[], Any]) -> float:
+    """Seconds of the fastest half of some runs, all ranks at work."""
+    on_gpu = world.device.type == "cuda"
+    work()
+    found = []
+    for _ in range(TRIES):
+        hosts_meet(world.device) if world.size > 1 else None
+        if on_gpu:
+            torch.cuda.synchronize(world.device)
+        start, count = time.perf_counter(), 0
+        while count < 1 or time.perf_counter() - start < 0.05:
+            work()
+            count += 1
+            if on_gpu and count % 8 == 0:
+                torch.cuda.synchronize(world.device)
+        if on_gpu:
+            torch.cuda.synchronize(world.device)
+        found.append((time.perf_counter() - start) / count)
+    return median(found)
+
+
+def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple[list[Measured], dict[str, Any]]:
+    """On every rank; every rank returns all."""
+    device, on_gpu = world.device, world.device.type == "cuda"
+    products = []
+    dtypes = (torch.bfloat16, torch.float32) if on_gpu else (torch.float32,)
+    for m, k, n in SHAPES:
+        for dtype in dtypes:
+            rows = 8 * m if on_gpu else m
+            told(f"{rows} x {k} x {n}, {dtype}")
+            a, b = torch.randn(rows, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+            name = "bf16" if dtype == torch.bfloat16 else "fp32"
+            products.append((rows, k, n, name, timed(world, partial(torch.mm, a, b))))
+    attention = []
+    for batch, heads, context, dim in ON_GPU if on_gpu else ON_CPU:
+        told(f"attention over {context}")
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        q = torch.randn(batch, heads, context, dim, device=device, dtype=dtype)
+        seconds = timed(world, partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
+        attention.append((batch, heads, context, dim, seconds))
+    told("memory")
+    source = torch.empty(2**28 if on_gpu else 2**24, device=device)
+    target = torch.empty_like(source)
+    seconds = timed(world, lambda: target.copy_(source))
+    total, name = memory_and_name(world)
+    mine = Measured(products, attention, 2 * source.nbytes / seconds, torch.get_num_threads(), total, name)
+    links: dict[str, Any] = {}
+    if world.size > 1:
+        told("links")
+        sweep = Sweep((4096, 262144, 16 * 2**20), 10, 2, False)
+        measured = bench_comm(world, ["all_gather", "all_reduce"], [world.backend], ["native"], sweep)
+        links = {f"{row.collective} {row.nbytes}": row.p50 for row in measured}
+    return all_gather_objects(mine), links
+
+
+def memory_and_name(world: World) -> tuple[int, str]:
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        return int(properties.total_memory) // max(1, world.ranks_on_device), properties.name
+    import psutil
+
+    return psutil.virtual_memory().total // max(1, world.size), "CPU"
+
+
+def machine_from(everyone: list[Measured], links: dict[str, Any], ranks_on_device: int = 1) -> Machine:
+    """The known kind, or a new one, with what was measured in place of what is said."""
+    first = everyone[0]
+    known = kind_of(first.name)
+    base = machine_of(known) if known is not None else new_kind(first)
+    base = replace(base, memory_gib=first.memory_bytes / 2**30, gpus_per_node=max(base.gpus_per_node, len(everyone)))
+    if ranks_on_device > 1:  # each has its share of the GPU
+        peaks = {name: peak / ranks_on_device for name, peak in base.peak_tflops.items()}
+        base = replace(base, peak_tflops=peaks, memory_gb_per_s=base.memory_gb_per_s / ranks_on_device)
+    constants = fitted()
+    factors: dict[str, float] = {}
+    for dtype in dict.fromkeys(p[3] for one in everyone for p in one.products):
+        ratios = [
+            product_seconds(m, k, n, dtype, base, constants) / seconds
+            for one in everyone
+            for m, k, n, kind, seconds in one.products
+            if kind == dtype
+        ]
+        name = f"products_{base.architecture}_{dtype}"
+        known_name = name if name in constants.values else "products_other"
+        factors[known_name] = geometric(ratios)
+    factors["memory"] = mean(one.memory for one in everyone) / (base.memory_gb_per_s * 1e9 * constants["memory"])
+    ratios = []
+    for one in everyone:
+        for batch, heads, context, dim, seconds in one.attention:
+            shape = Attention(heads, heads, dim, dim)
+            kernel = "flash" if base.is_gpu else "matrix"
+            changed = constants.changed(**{n: constants[n] * f for n, f in factors.items()})
+            said = attention_seconds(shape, batch * context, context, 1, kernel, base, changed)
+            ratios.append(said / seconds)
+    rate = f"flash_{base.architecture}" if base.is_gpu else "scores_products"
+    factors[rate if rate in constants.values else "flash_other"] = geometric(ratios)
+    if links:
+        base = replace(base, inside=link_from(links, len(everyone), constants["inside"]))
+    sources = {**base.sources, "measured": "lockstep calibrate, on this machine"}
+    return replace(base, factors={name: round(value, 4) for name, value in factors.items()}, sources=sources)
+
+
+def geometric(values: list[float]) -> float:
+    return exp(mean(log(value) for value in values))
+
+
+def link_from(links: dict[str, Any], ranks: int, share: float) -> Link:
+    """Rate from the largest message, latency from the smallest, as `collective_seconds` will use them."""
+    large = max(int(key.split()[1]) for key in links)
+    small = min(int(key.split()[1]) for key in links)
+    seconds = links[f"all_gather {large}"]
+    rate = large * (ranks - 1) / ranks / seconds / share
+    return Link(
+        round(rate / 1e9, 4), round(1e6 * links[f"all_gather {small}"] / max(1, ranks - 1) / fitted()["latency"], 2)
+    )
+
+
+def kind_of(name: str) -> str | None:
+    """The file of a GPU that calls itself so."""
+    text = name.lower()
+    if text == "cpu":
+        return None
+    found = [kind for kind in kinds() if kind.split("-")[0] in text.replace(" ", "")]
+    return next((k for k in found if "pcie" in k and "pcie" in text), found[0] if found else None)
+
+
+def new_kind(first: Measured) -> Machine:
+    """A machine that is known by what was measured alone: its peak is the best product's rate."""
+    rates: dict[str, float] = {}
+    for m, k, n, dtype, seconds in first.products:
+        rates[dtype] = max(rates.get(dtype, 0.0), 2.0 * m * k * n / seconds)
+    peaks = {name: round(rate / 1e12, 4) for name, rate in rates.items()}
+    if "bf16" not in peaks:
+        peaks |= {"bf16": peaks["fp32"], "fp64": peaks["fp32"] / 2}
+    is_cpu = first.name == "CPU"
+    return Machine(
+        title=first.name if not is_cpu else f"CPU, {first.cores} threads of a rank",
+        architecture="cpu" if is_cpu else "other",
+        processors=max(1, first.cores),
+        peak_tflops=peaks,
+        memory_gib=first.memory_bytes / 2**30,
+        memory_gb_per_s=round(first.memory / 1e9 / fitted()["memory"], 2),
+        gpus_per_node=8,
+        inside=Link(8.0, 20.0),
+        between=Link(1.25, 60.0),
+        name="here",
+    )

@@ -1,0 +1,98 @@
+"""From runs that have been trained: how far predictions were, and a machine file that knows."""
+
+import json
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from lockstep.config import Config, load_config
+from lockstep.errors import UserError
+from lockstep.plan.layout import Layout, Recompute
+from lockstep.plan.machine import Machine
+from lockstep.plan.memory import memory_of
+from lockstep.plan.network import Network
+from lockstep.plan.software import COMPILED, OURS
+from lockstep.plan.step import Setting, step_time
+from lockstep.strategies import degrees_of
+
+STAGES = {"zero1": 1, "zero1_torch": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+"""ZeRO stages of the strategies that have one."""
+
+
+@dataclass
+class Learned:
+    """A run beside its prediction."""
+
+    folder: Path
+    setting: Setting
+    measured_s: float
+    predicted_s: float
+    predicted_gib: float
+    measured_gib: float | None
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_s / self.predicted_s
+
+
+def layout_of(config: Config, ranks: int) -> Layout:
+    """What `lockstep train` makes of a config at so many ranks."""
+    parallel, train = config.parallel, config.train
+    degrees = degrees_of(parallel, ranks)
+    dp = degrees.replicate * degrees.shard
+    micro_batches = train.accumulation
+    if parallel.pp > 1:
+        micro_batches = parallel.micro_batches or (train.accumulation if train.accumulation > 1 else 2 * parallel.pp)
+    recompute: Recompute = train.recompute
+    return Layout(
+        dp=dp,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        cp=parallel.cp,
+        zero=STAGES.get(parallel.data, 0),
+        shard=degrees.shard if degrees.replicate > 1 and degrees.shard > 1 else 0,
+        schedule=parallel.schedule if parallel.pp > 1 else "1f1b",
+        chunks=parallel.chunks,
+        micro_batch=max(1, train.batch_size // (dp * micro_batches)),
+        global_batch=train.batch_size,
+        recompute=recompute,
+        sequence=parallel.sequence,
+    )
+
+
+def setting_for(config: Config, network: Network, ranks: int, machine: Machine) -> Setting:
+    software = COMPILED if config.train.compile != "none" else OURS
+    return Setting(network, layout_of(config, ranks), machine, software, config.train.precision)
+
+
+def learned(folder: Path, machine: Machine) -> Learned:
+    """What a run's folder says, beside what the planner would have said."""
+    from lockstep.plan.trace import network_of_config, spec_without_data  # torch
+
+    config = load_config(folder / "config.yaml")
+    try:
+        ranks = int(json.loads((folder / "run.json").read_text(encoding="utf-8"))["result"]["ranks"])
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} is not the folder of a run of lockstep train ({error})") from None
+    steps = [r for r in records if r.get("kind") == "train" and r.get("samples_per_s")]
+    if len(steps) < 2:
+        raise UserError(f"{folder} has fewer than two windows of steps; let it train longer, or log more often")
+    setting = setting_for(config, network_of_config(config, spec_without_data(config)), ranks, machine)
+    seconds = median(config.train.batch_size / r["samples_per_s"] for r in steps[1:])
+    held = max((r.get("memory_bytes", 0) for r in steps), default=0)
+    return Learned(
+        *(folder, setting, seconds, step_time(setting).seconds, memory_of(setting).gib),
+        measured_gib=held / 2**30 if held and machine.is_gpu else None,
+    )
+
+
+def improved(machine: Machine, runs: list[Learned]) -> Machine:
+    """The same machine, with the factor that makes these predictions right in the mean."""
+    ratio = exp(mean(log(run.ratio) for run in runs))
+    step = machine.factors.get("step", 1.0) * ratio
+    sources = {**machine.sources, "step": f"lockstep plan learn, from {len(runs)} runs"}
+    return replace(machine, factors={**machine.factors, "step": round(step, 4)}, sources=sources)
