@@ -33,6 +33,7 @@ COMMANDS = {  # name -> (module, what it answers)
     "plan": ("lockstep.cli.plan", "will it fit, which layout, how long is a step? predicted, nothing is run"),
     "plan check": ("lockstep.cli.plan_check", "how far is the planner from results that others measured?"),
     "plan learn": ("lockstep.cli.plan_learn", "improve a machine file by runs that were trained on it"),
+    "choose": ("lockstep.cli.choose", "which strategy, and why? asked, and answered with a command"),
     "calibrate": ("lockstep.cli.calibrate", "measure this machine for the planner"),
     "strategies": ("lockstep.cli.strategies", "what is there to choose from? what each cuts, sends and holds"),
     "schedule": ("lockstep.cli.schedule", "how does a pipeline schedule look? drawn, and beside it a real run"),

@@ -45,6 +45,7 @@ KNOWN = {
     "plan check": ("out",),
     "plan learn": ("machine", "dry"),
     "calibrate": (*LAUNCH, "out"),
+    "choose": ("model", "hf", "cluster", "global-batch", "context", "precision", "finetune"),
 }
 """Flags of each command that are no keys of a config. What they are its dataclass says, which needs torch for it."""
 

@@ -6,8 +6,9 @@ from typing import Any, Literal, cast
 
 from lockstep.cli.flags import config_from
 from lockstep.cli.parsing import check_output, parse
-from lockstep.config import GPT, Config, Model, save_config
+from lockstep.config import GPT, Config, Model, ResNet, save_config
 from lockstep.config import Plan as Planned
+from lockstep.config.gpt import SIZES
 from lockstep.errors import UserError
 from lockstep.plan.describe import network_of_gpt, network_of_hf
 from lockstep.plan.explain import explained, warnings
@@ -114,10 +115,7 @@ def network_asked_for(given: str | None, arguments: PlanArguments, config: Confi
     if given is not None and ":" in given:
         return own_network(given, arguments)
     if given is not None:
-        known = known_model(given)
-        if known is None:
-            raise UserError(f"{given} is no model that is known here; there are {', '.join(KNOWN)}, or give a config")
-        return known.with_context(arguments.context or known.context)
+        return known_network(given, arguments.context)
     model = config.model
     if isinstance(model, GPT):
         if arguments.context is not None:
@@ -130,6 +128,27 @@ def network_asked_for(given: str | None, arguments: PlanArguments, config: Confi
 
     spec = build_data(config).spec if is_file and config.data.name == "own" else spec_without_data(config)
     return network_of_config(config, spec)
+
+
+SIZES_OF_OURS = (*(f"gpt2-{size}" for size in SIZES), "resnet18", "resnet50")
+
+
+def known_network(name: str, context: int | None) -> Network:
+    """By a name: GPT-2's sizes, ResNets, and what others have published."""
+    if name in SIZES_OF_OURS:
+        kind, size = (name[:4], name[5:]) if name.startswith("gpt2-") else (name[:6], name[6:])
+        if kind == "gpt2":
+            return network_of_gpt(GPT(size=cast(Any, size), context=context or 1024, vocabulary=50304))
+        from lockstep.data import DataSpec
+        from lockstep.plan.trace import network_of_config
+
+        config = Config(model=ResNet(depth=cast(Any, int(size))))
+        return network_of_config(config, DataSpec("images", (3, 224, 224), 1000))
+    known = known_model(name)
+    if known is None:
+        names = ", ".join([*SIZES_OF_OURS, *KNOWN])
+        raise UserError(f"{name} is no model that is known here; there are {names}; or give --hf, or a config")
+    return known.with_context(context or known.context)
 
 
 def own_network(path: str, arguments: PlanArguments) -> Network:

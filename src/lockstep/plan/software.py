@@ -54,6 +54,8 @@ class Software:
     kept: Kept = Kept()
     fused_loss: bool = False
     """Logits are not held in fp32 beside their gradient."""
+    frozen: bool = False
+    """Weights have no gradients: backward has one product for each of forward's, and the optimizer next to nothing."""
     own_loss: bool = False
     """Cross entropy by a kernel that never holds logits in fp32."""
     buckets: bool = True

@@ -173,7 +173,8 @@ class Clock:
     def backward(self, block: Block, forward: Terms) -> Terms:
         """Two products for each of forward's; the same messages the other way; and forward again where asked."""
         c, layout = self.c, self.s.layout
-        terms = {name: 2 * seconds for name, seconds in forward.items() if name in ("products", "moving")}
+        terms = {"moving": 2 * forward["moving"]}
+        terms["products"] = (1 if self.s.software.frozen else 2) * forward["products"]
         if "attention" in forward:
             by = 2.0 if self.s.software.attention == "matrix" else c["flash_backward"]
             terms["attention"] = by * forward["attention"]
@@ -298,6 +299,8 @@ class Clock:
         if layout.offload:
             rate = min(rate, 20e9)
         optimizer = update / rate + (0.0 if not s.machine.is_gpu else 1e-3)
+        if software.frozen:
+            return {"gradients": 0.0, "optimizer": 0.0}
         if layout.zero >= 3:
             return {"gradients": self.outside_gradients(), "optimizer": optimizer}
         ranks, stride = layout.dp * layout.cp, layout.tp

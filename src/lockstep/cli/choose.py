@@ -1,0 +1,96 @@
+"""`lockstep choose`."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.cli.parsing import parse, refuse_positional
+from lockstep.cli.plan import SIZES_OF_OURS, known_network
+from lockstep.cli.tables import console
+from lockstep.errors import UserError
+from lockstep.plan.choose import choose
+from lockstep.plan.describe import network_of_hf
+from lockstep.plan.known import KNOWN
+from lockstep.plan.machine import kinds, parse_cluster
+from lockstep.words import duration
+
+
+@dataclass
+class ChooseArguments:
+    """Which strategy for this model on these machines, with the command and the reason. What is not given as a flag is
+    asked, on a terminal.
+
+    For example:
+
+    lockstep choose
+
+    lockstep choose --model llama2-7b --cluster 1x8xa100-40 --global-batch 256
+
+    lockstep choose --hf config.json --cluster 8x8xh100 --global-batch 512 --context 4096
+
+    lockstep choose --model llama2-7b --cluster 1x1xa100-40 --finetune yes
+    """
+
+    model: str | None = None
+    """gpt2-small to gpt2-xl, resnet50, llama2-7b, llama3-70b, ...; or give --hf."""
+    hf: str | None = None
+    """A Hugging Face config.json, or its folder."""
+    cluster: str | None = None
+    """NODESxGPUSxKIND, as 4x8xh100; or here."""
+    global_batch: int | None = None
+    """Samples of a step. None: 8 for each GPU."""
+    context: int | None = None
+    """Tokens of a sample. None: what the model says."""
+    precision: Literal["bf16", "fp16", "fp8", "fp32"] = "bf16"
+    finetune: Literal["yes", "no"] | None = None
+    """Train adapters (LoRA) on frozen weights."""
+
+
+def main(argv: list[str]) -> int:
+    refuse_positional(argv, "choose")
+    arguments = parse(ChooseArguments, argv, "choose")
+    if arguments.hf is None and arguments.model is None:
+        names = ", ".join([*SIZES_OF_OURS, *KNOWN])
+        arguments.model = asked(f"Which model? ({names}) ", "--model", "llama2-7b")
+    if arguments.cluster is None:
+        question = f"On which machines? (4x8xh100; kinds: {', '.join(kinds())}) "
+        arguments.cluster = asked(question, "--cluster", "1x8xh100")
+    if arguments.finetune is None:
+        given = asked("Is it fine-tuned, with adapters? (yes, no) ", "--finetune", "no")
+        arguments.finetune = "yes" if given.lower().startswith("y") else "no"
+    if arguments.hf is not None:
+        network = network_of_hf(Path(arguments.hf), arguments.context)
+    else:
+        assert arguments.model is not None
+        network = known_network(arguments.model, arguments.context)
+    cluster = parse_cluster(arguments.cluster)
+    batch = arguments.global_batch or 8 * cluster.gpus
+    if batch < 1:
+        raise UserError(f"--global-batch is {batch}, but it must be 1 or more")
+    found = choose(network, cluster, batch, arguments.precision, arguments.finetune == "yes")
+    screen = console()
+    screen.print(f"[bold]{found.strategy}[/]: {found.reason}", soft_wrap=True, highlight=False)
+    if found.plan is None:
+        return 1
+    low, high = found.plan.interval_s
+    screen.print(
+        f"a step takes {duration(found.plan.time.seconds)} ({duration(low)} to {duration(high)} in four of five such "
+        f"predictions), {found.plan.memory.gib:.1f} of {cluster.machine.memory_gib:g} GiB per GPU; layout: "
+        f"{found.plan.layout}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    print(f"lockstep train CONFIG --nproc {cluster.gpus} {found.flags}")
+    if found.fastest is not None:
+        gain = found.plan.time.seconds / found.fastest.time.seconds - 1
+        print(f"{gain:.0%} faster, and less simple: {found.fastest.layout} ({duration(found.fastest.time.seconds)})")
+    print(f"all layouts: lockstep plan {arguments.model or '--hf ' + str(arguments.hf)} --cluster {arguments.cluster}")
+    return 0
+
+
+def asked(question: str, flag: str, example: str) -> str:
+    """On a terminal; elsewhere a missing flag is a mistake."""
+    if not sys.stdin.isatty():
+        raise UserError(f"{flag} is missing, and there is nobody to ask; give it, as {flag} {example}")
+    return input(question).strip() or example

@@ -1,0 +1,134 @@
+"""Which strategy, and why: the questions that everybody asks, answered by the planner's numbers.
+
+does a whole copy of model, gradients and optimizer fit each GPU?    yes: ddp
+do they fit when the ranks divide them?                              yes: zero1, zero2, zero3: the least that does
+is it a transformer?                                                 yes: tensor and pipeline parallelism as well
+                                                                     no:  a pipeline
+is it fine-tuned?                                                    adapters (LoRA), and the same questions
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lockstep.plan.machine import Cluster
+from lockstep.plan.network import Network
+from lockstep.plan.search import Plan, Question, search
+from lockstep.plan.software import OURS, Kept, Software
+
+ADAPTERS = replace(OURS, name="lockstep, LoRA", kept=Kept(2, 0, 0), frozen=True)
+"""Frozen weights in bf16; what the adapters need beside them is less than a hundredth."""
+ENGINES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+WHAT = {
+    0: "every GPU holds a whole copy",
+    1: "the ranks divide the optimizer's state",
+    2: "the ranks divide gradients and the optimizer's state",
+    3: "the ranks divide parameters, gradients and the optimizer's state",
+}
+
+
+@dataclass
+class Choice:
+    strategy: str
+    """As `verify` and `bench` call it."""
+    reason: str
+    flags: str
+    """Of `lockstep train`."""
+    plan: Plan | None
+    fastest: Plan | None = None
+    """Of all layouts, where that is another."""
+
+
+def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf16", finetune: bool = False) -> Choice:
+    software: Software = ADAPTERS if finetune else OURS
+    question = Question(network, cluster, batch, precision, software)
+    gib = cluster.machine.memory_gib
+    adapters = " with LoRA's adapters" if finetune else ""
+    lora = " --lora.rank 8" if finetune else ""
+    name = "+lora" if finetune else ""
+    tried = ""
+    best = fastest(question)
+    for zero in (0, 1, 2, 3) if cluster.gpus > 1 else (0,):
+        plan = fastest(replace(question, fixed=(("tp", 1), ("pp", 1), ("cp", 1), ("zero", zero))))
+        if plan is None or plan.fits == "does not fit" or plan.layout.recompute == "full":
+            tried = tried or "a whole copy"
+            continue
+        needs = f"{plan.memory.gib:.0f} of {gib:g} GiB"
+        before = f"{tried} does not fit (or only if all of forward is computed twice), " if tried else ""
+        reason = f"{before}{WHAT[zero]}{adapters}: {needs}" + (", the simplest that there is" if zero == 0 else "")
+        engine = ENGINES[zero] if cluster.gpus > 1 else "single"
+        return Choice(engine + name, reason, flags_of(plan, engine) + lora, plan, faster_than(plan, best))
+    if best is None:
+        return Choice("none", f"no layout fits {cluster.gpus} GPUs of {gib:g} GiB: take more, or larger ones", "", None)
+    layout = best.layout
+    axes = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1]
+    transformer = any(block.attention is not None for block, _ in network.layers)
+    how = "tensor, context and pipeline parallelism share the layers" if transformer else "a pipeline shares the layers"
+    if not axes:
+        how = "with all of forward computed again"
+    reason = f"divided by the data-parallel ranks alone it does not fit; {how}: {best.memory.gib:.0f} of {gib:g} GiB"
+    engine = ENGINES[layout.zero]
+    return Choice(",".join([engine + name, *axes]), reason, flags_of(best, engine) + lora, best)
+
+
+def fastest(question: Question) -> Plan | None:
+    found = search(question, 12).plans
+    safe = [plan for plan in found if plan.fits == "fits"] or found
+    return safe[0] if safe else None
+
+
+def faster_than(plan: Plan, best: Plan | None) -> Plan | None:
+    """Worth a word only where it is a tenth faster."""
+    return best if best is not None and best.time.seconds < 0.9 * plan.time.seconds else None
+
+
+def flags_of(plan: Plan, engine: str) -> str:
+    layout = plan.layout
+    flags = [f"--parallel.data {engine}"]
+    flags += [f"--parallel.{axis} {getattr(layout, axis)}" for axis in ("tp", "pp", "cp") if getattr(layout, axis) > 1]
+    if layout.pp > 1:
+        flags.append(f"--parallel.schedule {layout.schedule} --parallel.micro-batches {layout.micro_batches}")
+        if layout.chunks > 1:
+            flags.append(f"--parallel.chunks {layout.chunks}")
+    elif layout.micro_batches > 1:
+        flags.append(f"--train.accumulation {layout.micro_batches}")
+    if layout.recompute != "none":
+        flags.append(f"--train.recompute {layout.recompute}")
+    return " ".join(flags)
+
+
+# ---- the scenarios of docs/choosing.md -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    title: str
+    model: str
+    """A known model, or one of ours."""
+    cluster: str
+    batch: int
+    context: int = 0
+    finetune: bool = False
+
+
+SCENARIOS = (
+    Scenario("ResNet-50, 8 GPUs", "resnet50", "1x8xa100-40", 1024),
+    Scenario("GPT-2 (1.5B), 4 GPUs", "gpt2-xl", "1x4xv100-32", 64, 1024),
+    Scenario("LLaMA-7B, 8 GPUs", "llama2-7b", "1x8xa100-40", 256, 2048),
+    Scenario("LLaMA-70B, 64 GPUs", "llama2-70b", "8x8xa100-80", 512, 4096),
+    Scenario("fine-tuning LLaMA-7B, 1 GPU", "llama2-7b", "1x1xa100-40", 16, 2048, finetune=True),
+)
+
+
+def matrix(network_of: "dict[str, Network]", cluster_of: "dict[str, Cluster]") -> Iterator[str]:
+    """The lines of the table: scenario, strategy, step, memory, reason."""
+    yield "| scenario | strategy | step | GiB per GPU | why |"
+    yield "| --- | --- | --- | --- | --- |"
+    for s in SCENARIOS:
+        network = network_of[s.model]
+        network = network.with_context(s.context) if s.context else network
+        precision = "fp16" if "v100" in s.cluster else "bf16"
+        found = choose(network, cluster_of[s.cluster], s.batch, precision, s.finetune)
+        assert found.plan is not None
+        where = f"{s.title} ({s.cluster}, global batch {s.batch})"
+        seconds = f"{found.plan.time.seconds:.2f} s"
+        yield f"| {where} | `{found.strategy}` | {seconds} | {found.plan.memory.gib:.0f} | {found.reason} |"
