@@ -89,7 +89,9 @@ def main(argv: list[str]) -> int:
         if file is not None:
             check_output(flag, file)
     network = network_asked_for(given if not is_file else None, arguments, config, is_file)
-    batch = arguments.global_batch or (config.train.batch_size if is_file else 512)
+    batch = arguments.global_batch
+    if batch is None:
+        batch = config.train.batch_size if is_file else 512
     if arguments.top < 1:
         raise UserError(f"--top is {arguments.top}, but it must be 1 or more")
     question = Question(
@@ -97,7 +99,8 @@ def main(argv: list[str]) -> int:
         software=COMPILED if arguments.compiled else OURS,
         fixed=parse_fix(arguments.fix),
     )
-    if arguments.out is not None and not (is_file or isinstance(config.model, GPT)):
+    is_ours = is_file or (given is None and arguments.hf is None)
+    if arguments.out is not None and not is_ours:
         raise UserError("--out writes configs of our own models; give a GPT (--model gpt) or a config file")
     everything = 400 if arguments.html is not None else WORKED_OUT
     answer = search(question, max(everything, arguments.top))

@@ -32,11 +32,12 @@ def product_efficiency(
     """
     kind = f"products_{machine.architecture}_{dtype if BYTES[dtype] <= 2 else 'fp32'}"
     best = constants.values.get(kind, constants["products_other"])
-    tiles = ceil(m / TILE) * ceil(n / TILE) * grouped
-    full = m * n * grouped / (tiles * TILE * TILE)
-    waves = tiles / machine.processors
-    wave = waves / ceil(waves) if machine.is_gpu else 1.0
-    filled = full * (1 - constants["wave_weight"] * (1 - wave))
+    filled = 1.0
+    if machine.is_gpu:
+        tiles = ceil(m / TILE) * ceil(n / TILE) * grouped
+        waves = tiles / machine.processors
+        wave = 1 - constants["wave_weight"] * (1 - waves / ceil(waves))
+        filled = m * n * grouped / (tiles * TILE * TILE) * wave
     sums = k / (k + constants["short_sum"])
     aligned = 1.0 if n % 64 == 0 and k % 64 == 0 else constants["unaligned"]
     shared = constants["grouped"] if grouped > 1 else 1.0

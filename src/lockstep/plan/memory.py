@@ -103,8 +103,26 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]
         kinds["buffers"] = software.gathered_bytes * (2 * largest + ends) + software.gradient_bytes * largest
     elif software.buckets:
         kinds["buffers"] += min(software.gradient_bytes * dense, 100e6)
+    elif software.own_loss:
+        own_engines(s, kinds)
     kinds["overhead"] = overhead(s, sum(kinds.values()))
     return Memory(stage, kinds)
+
+
+BUCKET = 25 * 2.0**20
+"""Of our engines: gradients are sent so many bytes at a time."""
+
+
+def own_engines(setting: Setting, kinds: dict[str, float]) -> None:
+    """As ours hold them: gradients live in buckets; zero1 has a piece of one beside them, zero2 the two that are being
+    filled and sent. A rank that shares its gradients with nobody has them only when backward has made them, and by then
+    activations are gone.
+    """
+    layout = setting.layout
+    bucket = min(BUCKET, kinds["gradients"] * (layout.shards if layout.zero >= 2 else 1))
+    kinds["buffers"] = {1: 0.5, 2: 2.75}.get(layout.zero, 0.0) * bucket if layout.dp * layout.cp > 1 else 0.0
+    if layout.dp * layout.cp == 1 and layout.micro_batches == 1:
+        kinds["gradients"] = max(0.0, kinds["gradients"] - kinds["activations"] - kinds["logits"])
 
 
 def whole_layer(setting: Setting, block: Block) -> float:

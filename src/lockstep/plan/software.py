@@ -64,5 +64,5 @@ class Software:
     """What its memory figures count."""
 
 
-OURS = Software("lockstep", own_loss=True)
-COMPILED = Software("lockstep, compiled", fused=True, own_loss=True)
+OURS = Software("lockstep", own_loss=True, buckets=False)
+COMPILED = Software("lockstep, compiled", fused=True, own_loss=True, buckets=False)

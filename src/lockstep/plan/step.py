@@ -294,7 +294,8 @@ class Clock:
         s, c, layout, software = self.s, self.c, self.s.layout, self.s.software
         dense, routed = self.parameters_of(layers)
         shards = layout.shards if layout.zero else 1
-        update = (dense / shards + routed / max(1, shards // layout.ep)) * OPTIMIZER_BYTES
+        each = min(OPTIMIZER_BYTES, 12 + 2 * software.kept.optimizer)
+        update = (dense / shards + routed / max(1, shards // layout.ep)) * each
         rate = memory_rate(s.machine, c)
         if layout.offload:
             rate = min(rate, 20e9)

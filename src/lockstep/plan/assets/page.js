@@ -77,7 +77,7 @@ let chosen = -1;
 const bars = (values) => ({
   ...fit,
   data: { values },
-  height: { step: 22 },
+  height: 22 * values.length,
   mark: { type: "bar" },
   encoding: {
     y: { field: "name", type: "nominal", sort: null, title: null },
@@ -99,7 +99,7 @@ function choose(number) {
   vegaEmbed("#memory", bars(plan.kinds), options);
   const panel = document.getElementById("pipeline-panel");
   panel.hidden = !plan.pipeline;
-  if (plan.pipeline) vegaEmbed("#pipeline", { ...page.pipelines[plan.pipeline], ...fit }, options);
+  if (plan.pipeline) vegaEmbed("#pipeline", { ...page.pipelines[plan.pipeline], height: 26 * plan.pp, ...fit }, options);
 }
 
 draw();
