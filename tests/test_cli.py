@@ -10,8 +10,9 @@ import pytest
 
 from lockstep.cli import COMMANDS, main
 from lockstep.cli.arguments import check_model
-from lockstep.cli.flags import DEEPSPEED, KNOWN
+from lockstep.cli.flags import DEEPSPEED, KNOWN, refuse_unknown, sections
 from lockstep.config import Config, Own, Parallel
+from lockstep.config.load import MODELS, valid_keys
 from lockstep.launch import Launch
 from lockstep.results.record import read_record
 
@@ -157,3 +158,26 @@ def test_torchrun_runs_the_same_command(tmp_path: Path) -> None:
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 ranks on") == 1
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def commands_in(file: Path) -> list[list[str]]:
+    """The words of every `lockstep ...` line in a page."""
+    lines = file.read_text().replace("\\\n", " ").splitlines()
+    words = [line.split("#")[0].strip().removeprefix("$ ").split() for line in lines]
+    return [one[1:] for one in words if len(one) > 1 and one[0] == "lockstep" and one[1] != "..."]
+
+
+@pytest.mark.parametrize("file", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda f: f.name)
+def test_the_commands_of_the_docs_have_the_flags_that_they_name(file: Path) -> None:
+    keys = {key for model in MODELS.values() for key in valid_keys({**sections(Config()), "model": model})}
+    for words in commands_in(file):
+        name = next(n for n in (" ".join(words[:2]), words[0]) if n in COMMANDS)
+        rest = words[len(name.split()) :]
+        refuse_unknown(name, rest)
+        for word in rest:
+            key = word.partition("=")[0].removeprefix("--").replace("-", "_").replace(".no_", ".").rstrip("`,;.")
+            if word.startswith("--") and "." in key and ".args." not in key:
+                assert key in keys, f"{file.name}: {word}"

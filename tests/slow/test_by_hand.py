@@ -1,7 +1,6 @@
 """What was only ever run by hand: torchrun without a folder, DeepSpeed's offloads and launcher, long runs, delays."""
 
 import gc
-import json
 import os
 import random
 import signal
@@ -265,32 +264,3 @@ def with_delays(world: World) -> int:
 @pytest.mark.timeout(600)
 def test_random_delays_at_eight_ranks_change_nothing() -> None:
     assert on_ranks(with_delays, 8, timeout=250) == [0] * 8
-
-
-def test_the_readmes_blocks_name_flags_that_exist() -> None:
-    """Every `lockstep ...` line of README and docs parses: its command exists, and so do its flags."""
-    help_of: dict[str, str] = {}
-    wrong = []
-    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        text = file.read_text().replace("\\\n", " ")
-        for line in text.splitlines():
-            words = line.strip().removeprefix("$ ").split()
-            if not words or words[0] != "lockstep" or len(words) < 2:
-                continue
-            name = " ".join(words[1:3]) if words[1] == "bench" else words[1]
-            model = next((words[i + 1] for i, w in enumerate(words[:-1]) if w in ("--model.name", "--model")), "gpt")
-            key = f"{name} {model}"
-            if key not in help_of:
-                flags = (
-                    ["--model.name", model]
-                    if name not in ("generate", "export", "report", "demo", "bench comm")
-                    else []
-                )
-                shown = command([sys.executable, "-m", "lockstep", *name.split(), *flags, "--help"], ROOT)
-                help_of[key] = shown.stdout
-            for word in words:
-                flag = word.split("=")[0].rstrip("`,;.")
-                known = flag in help_of[key] or flag in ("--debug", "--model", "--data", "--help", "--version")
-                if flag.startswith("--") and not known and "model." not in flag and ".args." not in flag:
-                    wrong.append(f"{file.name}: {flag} of lockstep {name}")
-    assert not wrong, json.dumps(wrong, indent=1)
