@@ -233,7 +233,7 @@ def show(answer: Answer, arguments: PlanArguments, tokens: float | None) -> None
         table.add_row(
             str(plan.layout),
             duration(plan.time.seconds),
-            f"{duration(low)} - {duration(high)}",
+            between(low, high),
             three_figures(plan.tokens_per_s),
             f"{100 * plan.mfu:.1f}",
             f"{plan.memory.gib:.1f}",
@@ -265,6 +265,13 @@ def show(answer: Answer, arguments: PlanArguments, tokens: float | None) -> None
         screen.print(f"[yellow]note: {line}[/]", soft_wrap=True)
     if arguments.explain:
         show_terms(screen, best)
+
+
+def between(low: float, high: float) -> str:
+    """63.2 - 76.3 s"""
+    first, second = duration(low), duration(high)
+    same = first.split()[1] == second.split()[1]
+    return f"{first.split()[0] if same else first} - {second}"
 
 
 def nothing_fits(screen: Any, answer: Answer) -> None:
@@ -370,6 +377,7 @@ def as_config(config: Config, plan: Plan) -> Config:
         schedule=cast(Any, layout.schedule if layout.pp > 1 else config.parallel.schedule),
         chunks=layout.chunks if layout.pp > 1 else config.parallel.chunks,
         micro_batches=layout.micro_batches if layout.pp > 1 else config.parallel.micro_batches,
+        offload="cpu" if layout.offload and layout.zero else config.parallel.offload,
     )
     train = replace(
         config.train,

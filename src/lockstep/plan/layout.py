@@ -65,6 +65,8 @@ class Layout:
         words.append(f"mb={self.micro_batch}")
         if self.recompute != "none":
             words.append(f"recompute={self.recompute}")
+        if self.offload:
+            words.append("offload")
         return " ".join(words)
 
 

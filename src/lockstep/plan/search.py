@@ -99,8 +99,19 @@ WORKED_OUT = 40
 
 
 def search(question: Question, most: int = WORKED_OUT) -> Answer:
-    """Every legal layout that fits, by a guess of its time; the best of them worked out."""
+    """Every legal layout that fits, by a guess of its time; the best of them worked out. Where nothing fits, the same
+    with the optimizer's state in the host's memory.
+    """
     check_question(question)
+    answer = found_with(question, most)
+    if not answer.plans and "offload" not in dict(question.fixed):
+        offloaded = found_with(replace(question, fixed=(*question.fixed, ("offload", True))), most)
+        if offloaded.plans:
+            return offloaded
+    return answer
+
+
+def found_with(question: Question, most: int) -> Answer:
     answer = Answer(question, [])
     gib = question.cluster.machine.memory_gib
     fitting: list[tuple[float, Clock, Memory, str]] = []
