@@ -6,20 +6,19 @@ from typing import Any, Literal, cast
 
 from lockstep.cli.flags import config_from
 from lockstep.cli.parsing import check_output, parse
+from lockstep.cli.plan_tables import as_row, show
+from lockstep.cli.tables import write_rows
 from lockstep.config import GPT, Config, Model, ResNet, save_config
 from lockstep.config import Plan as Planned
 from lockstep.config.gpt import SIZES
 from lockstep.errors import UserError
 from lockstep.plan.describe import network_of_gpt, network_of_hf
-from lockstep.plan.explain import explained, warnings
 from lockstep.plan.known import KNOWN, known_model
 from lockstep.plan.layout import Layout
 from lockstep.plan.machine import parse_cluster
-from lockstep.plan.memory import GIB
 from lockstep.plan.network import Network
-from lockstep.plan.search import FIXABLE, WORKED_OUT, Answer, Plan, Question, judge, least_gpus, neighbours, search
+from lockstep.plan.search import FIXABLE, WORKED_OUT, Answer, Plan, Question, search
 from lockstep.plan.software import COMPILED, OURS
-from lockstep.words import counted, duration, three_figures
 
 SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -105,7 +104,7 @@ def main(argv: list[str]) -> int:
     everything = 400 if arguments.html is not None else WORKED_OUT
     answer = search(question, max(everything, arguments.top))
     tokens = parse_tokens(arguments.tokens) if arguments.tokens is not None else None
-    show(answer, arguments, tokens)
+    show(answer, arguments.top, tokens, arguments.explain)
     write(answer, arguments, config)
     return 0 if answer.plans else 1
 
@@ -201,141 +200,9 @@ def parse_tokens(text: str) -> float:
     return value
 
 
-# ---- what is shown ---------------------------------------------------------------------------------------------------
-
-
-def show(answer: Answer, arguments: PlanArguments, tokens: float | None) -> None:
-    from lockstep.cli.tables import console, new_table
-
-    screen, question = console(), answer.question
-    network = question.network
-    screen.print(
-        f"[bold]{network.name}[/]: {network.parameters / 1e9:.3g}B parameters, {network.depth} layers, "
-        f"{network.flops_per_token() / 1e9:.3g} GFLOP per {'token' if network.context > 1 else 'sample'}; "
-        f"{question.cluster} ({counted(question.cluster.gpus, 'GPU')}), global batch {question.global_batch:,} x "
-        f"{network.context:,}, {question.precision}",
-        soft_wrap=True,
-        highlight=False,
-    )
-    if not answer.plans:
-        nothing_fits(screen, answer)
-        return
-    unit = "tokens/s" if network.context > 1 else "samples/s"
-    table = new_table(
-        f"the {min(arguments.top, len(answer.plans))} fastest of {answer.fitting:,} layouts that fit, "
-        f"of {answer.considered:,} that are legal",
-        ("layout",),
-        ("step", "80% of such\npredictions", unit, "MFU\n%", "GiB\nper rank"),
-        ("", "bound by"),
-    )
-    for plan in answer.plans[: arguments.top]:
-        low, high = plan.interval_s
-        table.add_row(
-            str(plan.layout),
-            duration(plan.time.seconds),
-            between(low, high),
-            three_figures(plan.tokens_per_s),
-            f"{100 * plan.mfu:.1f}",
-            f"{plan.memory.gib:.1f}",
-            plan.fits,
-            plan.time.bound_by,
-        )
-    screen.print(table)
-    best = answer.plans[0]
-    parts = ", ".join(
-        f"{name} {seconds / best.time.seconds:.0%}"
-        for name, seconds in sorted(best.time.terms.items(), key=lambda item: -item[1])
-        if seconds > 0.005 * best.time.seconds
-    )
-    screen.print(f"the best one's step: {parts}", highlight=False)
-    held = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in best.memory.kinds.items() if size > 0.05 * GIB)
-    screen.print(f"its memory, GiB, on stage {best.memory.stage}: {held}", highlight=False)
-    if tokens is not None:
-        days = best.days(tokens)
-        screen.print(
-            f"{three_figures(tokens / 1e9)}B tokens: {three_figures(days)} days, "
-            f"{three_figures(24 * days * best.layout.ranks)} GPU-hours",
-            highlight=False,
-        )
-    fewest = least_gpus(question)
-    if fewest is not None:
-        screen.print(f"the fewest GPUs that hold it: {fewest[0]:,} ({fewest[1].layout})", highlight=False)
-    show_neighbours(screen, question, best)
-    for line in warnings(best):
-        screen.print(f"[yellow]note: {line}[/]", soft_wrap=True)
-    if arguments.explain:
-        show_terms(screen, best)
-
-
-def between(low: float, high: float) -> str:
-    """63.2 - 76.3 s"""
-    first, second = duration(low), duration(high)
-    same = first.split()[1] == second.split()[1]
-    return f"{first.split()[0] if same else first} - {second}"
-
-
-def nothing_fits(screen: Any, answer: Answer) -> None:
-    question = answer.question
-    screen.print("[red]no layout fits[/]" if answer.considered else "[red]no layout is legal[/]")
-    for reason, count in answer.refused.most_common(5):
-        screen.print(f"  {count:,} x {reason}")
-    if answer.smallest is not None:
-        plan = judge(question, answer.smallest)
-        screen.print(
-            f"the smallest needs {plan.memory.gib:.1f} of {question.cluster.machine.memory_gib:g} GiB: {plan.layout}; "
-            f"take more GPUs, a smaller global batch, or --fix offload=1",
-            soft_wrap=True,
-        )
-
-
-def show_neighbours(screen: Any, question: Question, best: Plan) -> None:
-    from lockstep.cli.tables import new_table
-
-    table = new_table("one step away from the best", ("change",), ("step", "of the\nbest", "GiB"), ("",))
-    for words, found in neighbours(question, best):
-        if isinstance(found, str):
-            table.add_row(words, "-", "-", "-", found)
-        else:
-            ratio = found.time.seconds / best.time.seconds
-            table.add_row(words, duration(found.time.seconds), f"{ratio:.2f}", f"{found.memory.gib:.1f}", found.fits)
-    screen.print(table)
-
-
-def show_terms(screen: Any, best: Plan) -> None:
-    from lockstep.cli.tables import new_table
-
-    table = new_table(f"every term of {best.layout}", ("term",), ("number",), ("formula", "stands in"))
-    for row in explained(best):
-        table.add_row(*row)
-    screen.print(table)
-    screen.print("constants: plan/constants.yaml, each with what it stands for; docs/planning.md", highlight=False)
-
-
-def as_row(plan: Plan) -> dict[str, Any]:
-    layout, (low, high) = plan.layout, plan.interval_s
-    fields = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "schedule")}
-    fields |= {name: getattr(layout, name) for name in ("chunks", "micro_batch", "recompute", "offload")}
-    return {
-        "layout": str(layout),
-        **fields,
-        "step_s": plan.time.seconds,
-        "low80_s": low,
-        "high80_s": high,
-        "tokens_per_s": plan.tokens_per_s,
-        "mfu": plan.mfu,
-        "peak_gib": plan.memory.gib,
-        "fits": plan.fits,
-        "bound_by": plan.time.bound_by,
-        **{f"{name}_s": seconds for name, seconds in plan.time.terms.items()},
-        **{f"{kind}_gib": size / GIB for kind, size in plan.memory.kinds.items()},
-    }
-
-
 def write(answer: Answer, arguments: PlanArguments, config: Config) -> None:
     rows = [as_row(plan) for plan in answer.plans]
     if arguments.csv is not None:
-        from lockstep.cli.tables import write_rows
-
         write_rows(rows[: max(arguments.top, 1)], Path(arguments.csv))
     if arguments.json is not None:
         from lockstep.results.record import Record
