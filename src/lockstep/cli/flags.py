@@ -38,6 +38,7 @@ KNOWN = {
     "schedule": (*LAUNCH, "stages", "micro-batches", "chunks", "forward", "backward", "out", "run"),
     "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot"),
     "report": ("out", "title"),
+    "doctor": ("trial", "master"),
     "plan": (
         *("cluster", "global-batch", "context", "hf", "batch-shape", "tokens-in", "tokens", "precision", "compiled"),
         *("fix", "top", "explain", "json", "csv", "out", "html"),

@@ -1,0 +1,20 @@
+"""One thing that was looked at."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["fine", "note", "wrong"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    topic: str
+    what: str
+    verdict: Verdict = "fine"
+    mend: str = ""
+    """What to do about it; empty where nothing is to be done."""
+
+
+def noted(topic: str, what: str, mend: str) -> Finding:
+    """Fine, unless there is something to be done about it."""
+    return Finding(topic, what, "note" if mend else "fine", mend)
