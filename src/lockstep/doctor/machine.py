@@ -5,7 +5,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,11 +38,7 @@ def machine() -> Iterator[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    python = platform.python_version()
-    if sys.version_info < (3, 11):
-        yield Finding("Python", python, "wrong", "Lockstep needs Python 3.11 or newer")
-    else:
-        yield Finding("Python", python)
+    yield Finding("Python", platform.python_version())
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     built = f"{torch.__version__}, built for CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
     low, high = (".".join(map(str, version)) for version in (OLDEST, NEWEST))

@@ -17,7 +17,7 @@ MEGATRON_2021 = Software(
 )
 """No sequence parallelism, attention's scores in memory, gradients reduced after backward."""
 NEMO = Software("NeMo", fused=True, attention="flash", overlaps_tensor=True, gradient_bytes=2, kept=MASTERS)
-FSDP = Software("FSDP", attention="flash2", gradient_bytes=4, allocator="reserved")
+FSDP = Software("FSDP", attention="flash2", gradient_bytes=4, gathers_at_two=True, allocator="reserved")
 
 
 @dataclass(frozen=True)

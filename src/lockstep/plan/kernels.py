@@ -57,20 +57,16 @@ def attention_seconds(
     kernel: str,
     machine: Machine,
     constants: Constants,
-    heads: int | None = None,
 ) -> float:
     """Forward, of one micro-batch's tokens on one rank."""
-    heads = max(1, attention.heads // tp) if heads is None else heads
+    heads = max(1, attention.heads // tp)
     flops = attention.flops(context) * tokens * heads / attention.heads
     if kernel == "matrix" or not machine.is_gpu:
-        seen = min(context, attention.window or context)
-        scores = tokens * heads * seen
+        scores = tokens * heads * min(context, attention.window or context)
         whole = 2 * flops if attention.causal else flops  # the mask is applied to scores that were computed
         aligned = 1.0 if attention.dim % 8 == 0 else constants["unaligned"] ** 2
-        rate = machine.peak("bf16" if machine.architecture != "volta" else "fp16") if machine.is_gpu else 0.0
-        if not machine.is_gpu:
-            rate = machine.peak("fp32")
-        reached = rate * machine.sustained * constants["scores_products"] * aligned
+        dtype = {"volta": "fp16", "cpu": "fp32"}.get(machine.architecture, "bf16")
+        reached = machine.peak(dtype) * machine.sustained * constants["scores_products"] * aligned
         return whole / reached + constants["scores_passes"] * 2 * scores / memory_rate(machine, constants)
     name = f"{kernel}_{machine.architecture}"
     best = constants.values.get(name, constants.values.get(f"flash_{machine.architecture}", constants["flash_other"]))

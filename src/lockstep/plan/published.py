@@ -96,7 +96,7 @@ def setting_of(cells: dict[str, str], constants: Constants) -> Setting:
 
 
 def network_of(cells: dict[str, str]) -> Network:
-    context, name, notes = whole(cells, "seq"), cells["model"], cells.get("notes", "")
+    context, name = whole(cells, "seq"), cells["model"]
     layers, hidden = number(cells, "layers"), number(cells, "hidden")
     known = known_model(name)
     if layers is None or hidden is None:
@@ -117,7 +117,7 @@ def network_of(cells: dict[str, str]) -> Network:
     ffn = whole(cells, "ffn", 4 * int(hidden))
     kv = whole(cells, "kv_heads", int(heads))
     if re.search(r"MoE .*E\d+", name):
-        return gshard(name, int(layers), int(hidden), int(heads), ffn, vocabulary, context, notes)
+        return gshard(name, int(layers), int(hidden), int(heads), ffn, vocabulary, context)
     causal = "bert" not in name.lower()
     sizes = (name, int(layers), int(hidden), int(heads), ffn, vocabulary, context, kv)
     choices = [transformer(*sizes, gated=g, tied=t, causal=causal) for g in (False, True) for t in (False, True)]
@@ -143,9 +143,7 @@ def truncated(network: Network, layers: int) -> Network:
     return replace(network, layers=tuple(made))
 
 
-def gshard(
-    name: str, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, context: int, notes: str
-) -> Network:
+def gshard(name: str, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, context: int) -> Network:
     """Every second layer has experts, of which a token visits two, with room that is padded."""
     experts = int(re.search(r"E(\d+)", name)[1])  # type: ignore[index]
     plain = transformer_block(hidden, heads, ffn, gated=False)

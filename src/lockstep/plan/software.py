@@ -47,6 +47,8 @@ class Software:
     """Of a gradient when it is reduced."""
     gathered_bytes: int = 2
     """Of a parameter when it is gathered."""
+    gathers_at_two: bool = False
+    """Its stage 2 keeps parameters in shards as well, and gathers them once a micro-batch (FSDP's SHARD_GRAD_OP)."""
     splits_head: bool = False
     """Embedding and head count as a layer each where stages are cut."""
     factor: str | None = None

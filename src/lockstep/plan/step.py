@@ -193,7 +193,7 @@ class Clock:
     def with_waits(self, block: Block, forward: Terms, backward: Terms) -> None:
         """Add what a layer stands waiting for: its shards, and the host."""
         s, c, layout = self.s, self.c, self.s.layout
-        if layout.zero >= 3 or (layout.zero == 2 and s.software.name == "llm-foundry"):
+        if layout.zero >= 3 or (layout.zero == 2 and s.software.gathers_at_two):
             gather, reduce = self.shard_traffic(block.parameters)
             twice = 1 if layout.zero >= 3 and layout.pp == 1 else 0
             for terms, traffic in ((forward, gather), (backward, gather * twice + reduce)):
