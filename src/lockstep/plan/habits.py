@@ -105,12 +105,23 @@ HABITS = (
         counts="hardware",
     ),
 )
-UNKNOWN = Habit("", Software("not known", fused=True))
+UNKNOWN = Habit("", Software("not known", fused=True, kept=MASTERS, allocator="reserved"))
+WORDS = (
+    (r"nemo|megatron.?bridge", NEMO),
+    (r"megatron|primus|simumax", Software("Megatron-core", fused=True, gradient_bytes=4, kept=MASTERS)),
+    (r"fsdp|titan|composer|foundry|accelerate|axolotl|fairscale", FSDP),
+    (r"deepspeed|zero|colossal", Software("DeepSpeed", attention="flash2", gradient_bytes=2, kept=NARROW)),
+)
+"""Of sources that nobody has told of: the software that their words name."""
 
 
 def habit_of(source: str, notes: str) -> Habit:
     """By the source, then by what the row's notes say of it."""
-    habit = next((h for h in HABITS if source.startswith(h.source)), UNKNOWN)
+    habit = next((h for h in HABITS if source.startswith(h.source)), None)
+    if habit is None:
+        text = f"{source} {notes}".lower()
+        named = next((software for words, software in WORDS if re.search(words, text)), UNKNOWN.software)
+        habit = replace(UNKNOWN, software=named)
     software = habit.software
     if "compile" in notes:
         software = replace(software, fused=True)

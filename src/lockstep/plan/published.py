@@ -157,6 +157,12 @@ KINDS = (
     (r"gb200", "gb200"),
     (r"b300", "b300"),
     (r"b200", "b200"),
+    (r"h800", "h800"),
+    (r"a800", "a800"),
+    (r"h20($|[^0])", "h20"),
+    (r"l40", "l40s"),
+    (r"a10($|g|[^0])", "a10"),
+    (r"mi250", "mi250x"),
     (r"h100.*(hbm2e|500w)", "h100-hbm2e"),
     (r"h100.*pcie", "h100-pcie"),
     (r"h100", "h100"),
@@ -171,6 +177,7 @@ KINDS = (
     (r"mi355", "mi355x"),
     (r"4090", "rtx4090"),
 )
+"""By what tables call a GPU; the first that matches."""
 
 
 def machine_for(cells: dict[str, str], habit: Habit) -> Machine:
