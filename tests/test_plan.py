@@ -6,9 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.models import build_model, forward_flops, parameter_count
 from lockstep.plan.calibrate import Measured, machine_from
+from lockstep.plan.check import judge as check
 from lockstep.plan.choose import choose
 from lockstep.plan.constants import fitted, told
 from lockstep.plan.describe import network_of_gpt, network_of_hf
@@ -107,11 +110,43 @@ def test_hugging_face_configs_are_read(kind: str, tmp_path: Path) -> None:
     assert network.context == 2048
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"hidden_size": 8}', '{"hidden_size": 0, "num_hidden_layers": 1}'])
+STRANGE = [
+    {"hidden_size": 0},
+    {"hidden_size": "many"},
+    {"hidden_size": True},
+    {"num_hidden_layers": 10**9},
+    {"num_attention_heads": 33},
+    {"num_key_value_heads": 7},
+    {"intermediate_size": -5},
+    {"vocab_size": 1e400},
+    {"max_position_embeddings": -1},
+    {"model_type": "abacus"},
+    {"num_local_experts": 8, "num_experts_per_tok": 20},
+    {"num_local_experts": 8, "first_k_dense_replace": 99},
+    {"text_config": [1, 2]},
+]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, *(json.dumps({**HF["llama"], **odd}) for odd in STRANGE)])
 def test_a_stranger_config_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match="--hf"):
-        network_of_hf(tmp_path, 128)
+        network_of_hf(tmp_path, None)
+
+
+def test_sizes_may_be_written_as_others_write_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**HF["llama"], "hidden_size": "4096", "vocab_size": 128256.0}))
+    assert network_of_hf(tmp_path, 128).parameters / 1e9 == pytest.approx(8.03, rel=0.02)
+
+
+def raises() -> torch.nn.Module:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("build", [lambda: None, raises, lambda: torch.nn.Linear(2, 2).to("nowhere")])
+def test_a_module_that_cannot_be_built_is_one_line(build: Any) -> None:
+    with pytest.raises(UserError):
+        traced(build, (2,), "mine", None)
 
 
 # ---- laws ------------------------------------------------------------------------------------------------------------
@@ -244,9 +279,23 @@ def test_wrong_clusters_are_one_line(text: str, said: str, tmp_path: Path, monke
         parse_cluster(text)
 
 
-@pytest.mark.parametrize("text", ["title: x", "[]", "title: x\npeak_tflops: 3", "peak_tflops: {bf16: -1}"])
+WRONG = {
+    "sustained": [".nan", "0", "-1", "5"],
+    "processors": ["0", "-4", "x"],
+    "memory_gib": [".inf", "-80"],
+    "factors": ["[1, 2]", "{step: 0}", "{step: x}", "{step: .nan}", "{memory: -1}", "{nosuch: 2}"],
+    "inside": ["{gb_per_s: 450, latency_us: .nan}", "{gb_per_s: 450, latency_us: -1}", "3"],
+    "peak_tflops": ["3", "{}", "{bf16: .inf}", "{bf16: -1}"],
+}
+
+
+@pytest.mark.parametrize("text", ["title: x", "[]", *(f"{key}: {value}" for key in WRONG for value in WRONG[key])])
 def test_a_machine_file_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
-    (tmp_path / "m.yaml").write_text(text)
+    machine_of("h100").save(tmp_path / "m.yaml")
+    values = yaml.safe_load((tmp_path / "m.yaml").read_text())
+    changed = yaml.safe_load(text)
+    whole = {**values, **changed} if isinstance(changed, dict) and text != "title: x" else changed
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(whole))
     with pytest.raises(UserError):
         parse_cluster(f"1x8x{tmp_path / 'm.yaml'}")
 
@@ -268,6 +317,23 @@ def test_the_search_gives_what_is_legal_and_fits_fastest_first() -> None:
     front = pareto(answer.plans)
     assert front[0].time.seconds == times[0]
     assert all(isinstance(found, str) or found.time.seconds > 0 for _, found in neighbours(question(), answer.plans[0]))
+
+
+def test_a_model_that_fits_one_gpu_is_said_to() -> None:
+    fewest = least_gpus(question())
+    assert fewest is not None
+    assert fewest[0] == 1
+
+
+def test_what_contradicts_itself_says_why() -> None:
+    for fixed, said in (
+        ((("tp", 3),), "tp 3"),
+        ((("pp", 3),), "pp 3"),
+        ((("schedule", "zb-v"), ("pp", 2), ("chunks", 3)), "zb-v"),
+    ):
+        answer = search(question(fixed=fixed))
+        assert answer.plans == []
+        assert any(said in reason for reason in answer.refused), fixed
 
 
 def test_what_is_fixed_stays() -> None:
@@ -327,6 +393,18 @@ def test_plan_check_predicts_rows_and_says_what_it_cannot(tmp_path: Path, capfd:
     assert rows[0]["fits"] in ("fits", "risky", "does not fit")
     assert [row["predicted_step_s"] == "" for row in rows] == [False, False, True, True, True]
     assert rows[0]["model"] == "Llama-3-8B"
+
+
+ODD = ("0", "-1", "x", "nan", "1e400", "3.7")
+
+
+@pytest.mark.parametrize("column", ["seq", "tp", "dp", "layers", "hidden", "global_batch", "heads", "vocab"])
+def test_one_bad_cell_costs_its_row_and_no_other(column: str, tmp_path: Path) -> None:
+    file = table(tmp_path / "t.csv", *({**ROW, column: odd} for odd in ODD), ROW)
+    file.write_text("\ufeff" + file.read_text())  # as Excel saves it
+    judged = [check(row) for row in read_rows(file)]
+    assert [one.time is not None for one in judged] == [False] * len(ODD) + [True]
+    assert all(one.row.reason for one in judged[:-1])
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "source\nx\n"])
@@ -401,6 +479,15 @@ MISTAKES = {
     "plan --fix tp": "--fix tp: give name=value",
     "plan --fix tp=two": "--fix tp=two: tp must be a whole number",
     "plan --fix recompute=some": "it must be one of none",
+    "plan --fix micro_batch=0": "micro_batch must be from 1",
+    "plan --fix zero=7": "zero must be from 0 to 3",
+    "plan --fix tp=8,tp=4": "something is given twice",
+    "plan --global-batch 99999999999999999999999": "it must be from 1 to 1,000,000,000",
+    "plan llama3-8b --hf x.json": "both say which model",
+    "plan --model gpt --model.context 0": "model.context is 0",
+    "choose --model llama2-7b --cluster 1x8xh100 --finetune no --context -3": "--context is -3",
+    "choose --model llama2-7b --cluster 1x8xh100 --finetune no --global-batch 0": "--global-batch is 0",
+    "choose --model resnet18 --cluster 1x8xh100 --finetune yes": "adapters (LoRA) are for transformers",
     "plan --global-batch 0 --model gpt": "--global-batch is 0",
     "plan my.nets:make": "needs --batch-shape",
     "plan --hf /nowhere": "--hf /nowhere cannot be read",

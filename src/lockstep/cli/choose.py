@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.cli.parsing import parse, refuse_positional
-from lockstep.cli.plan import SIZES_OF_OURS, known_network
+from lockstep.cli.plan import SIZES_OF_OURS, known_network, train_command
 from lockstep.cli.tables import console
 from lockstep.errors import UserError
 from lockstep.plan.choose import choose
@@ -65,9 +65,9 @@ def main(argv: list[str]) -> int:
         assert arguments.model is not None
         network = known_network(arguments.model, arguments.context)
     cluster = parse_cluster(arguments.cluster)
-    batch = arguments.global_batch or 8 * cluster.gpus
-    if batch < 1:
-        raise UserError(f"--global-batch is {batch}, but it must be 1 or more")
+    batch = arguments.global_batch if arguments.global_batch is not None else 8 * cluster.gpus
+    if arguments.context is not None and arguments.context < 1:
+        raise UserError(f"--context is {arguments.context}, but it must be 1 or more")
     found = choose(network, cluster, batch, arguments.precision, arguments.finetune == "yes")
     screen = console()
     screen.print(f"[bold]{found.strategy}[/]: {found.reason}", soft_wrap=True, highlight=False)
@@ -81,11 +81,16 @@ def main(argv: list[str]) -> int:
         soft_wrap=True,
         highlight=False,
     )
-    print(f"lockstep train CONFIG --nproc {cluster.gpus} {found.flags}")
+    if found.plan.layout.ep > 1:
+        print("lockstep train has no experts yet: this is what one would run elsewhere")
+    else:
+        print(f"{train_command(cluster, 'CONFIG')} {found.flags}")
     if found.fastest is not None:
         gain = found.plan.time.seconds / found.fastest.time.seconds - 1
         print(f"{gain:.0%} faster, and less simple: {found.fastest.layout} ({duration(found.fastest.time.seconds)})")
-    print(f"all layouts: lockstep plan {arguments.model or '--hf ' + str(arguments.hf)} --cluster {arguments.cluster}")
+    model = arguments.model or f"--hf {arguments.hf}"
+    flags = f"--cluster {arguments.cluster} --global-batch {batch} --context {network.context}"
+    print(f"all layouts: lockstep plan {model} {flags}")
     return 0
 
 

@@ -8,14 +8,14 @@ from lockstep.cli.flags import config_from
 from lockstep.cli.parsing import check_output, parse
 from lockstep.cli.plan_tables import as_row, show
 from lockstep.cli.tables import write_rows
-from lockstep.config import GPT, Config, Model, ResNet, save_config
+from lockstep.config import GPT, Config, Model, ResNet, check_ranges, save_config
 from lockstep.config import Plan as Planned
 from lockstep.config.gpt import SIZES
 from lockstep.errors import UserError
 from lockstep.plan.describe import network_of_gpt, network_of_hf
 from lockstep.plan.known import KNOWN, known_model
 from lockstep.plan.layout import Layout
-from lockstep.plan.machine import parse_cluster
+from lockstep.plan.machine import Cluster, parse_cluster
 from lockstep.plan.network import Network
 from lockstep.plan.search import FIXABLE, WORKED_OUT, Answer, Plan, Question, search
 from lockstep.plan.software import COMPILED, OURS
@@ -58,9 +58,10 @@ class PlanArguments:
     """The module of your own reads token ids."""
     tokens: str | None = None
     """To train on in all: 300B, 15T. Says how many days and GPU-hours that takes."""
-    precision: Literal["bf16", "fp16", "fp8", "fp4", "fp32", "tf32"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp8", "fp4", "fp32", "tf32"] | None = None
+    """What layers compute in. None: what the config says, or bf16."""
     compiled: bool = False
-    """Elementwise kernels are fused (train.compile)."""
+    """Elementwise kernels are fused (train.compile); a config says it itself."""
     fix: str | None = None
     """What is decided already: tp=8,pp=4,recompute=full. Of dp, tp, pp, cp, ep, zero, chunks, micro_batch, recompute,
     schedule, shard, offload."""
@@ -84,7 +85,9 @@ def main(argv: list[str]) -> int:
     config, rest = config_from(argv if is_file or given is None else argv[1:], None if is_file else Config(model=GPT()))
     arguments = parse(PlanArguments, rest, "plan", default=PlanArguments(model=config.model))
     config.model = arguments.model
-    for flag, file in (("--json", arguments.json), ("--csv", arguments.csv), ("--out", arguments.out)):
+    check_ranges(Config(model=config.model))
+    files = (("--json", arguments.json), ("--csv", arguments.csv), ("--out", arguments.out), ("--html", arguments.html))
+    for flag, file in files:
         if file is not None:
             check_output(flag, file)
     network = network_asked_for(given if not is_file else None, arguments, config, is_file)
@@ -93,9 +96,12 @@ def main(argv: list[str]) -> int:
         batch = config.train.batch_size if is_file else 512
     if arguments.top < 1:
         raise UserError(f"--top is {arguments.top}, but it must be 1 or more")
+    compiled = arguments.compiled or (is_file and config.train.compile != "none")
+    said = {"fp64": "fp32"}.get(config.train.precision, config.train.precision) if is_file else "bf16"
+    precision = arguments.precision or said
     question = Question(
-        *(network, parse_cluster(arguments.cluster), batch, arguments.precision),
-        software=COMPILED if arguments.compiled else OURS,
+        *(network, parse_cluster(arguments.cluster), batch, precision),
+        software=COMPILED if compiled else OURS,
         fixed=parse_fix(arguments.fix),
     )
     is_ours = is_file or (given is None and arguments.hf is None)
@@ -103,6 +109,9 @@ def main(argv: list[str]) -> int:
         raise UserError("--out writes configs of our own models; give a GPT (--model gpt) or a config file")
     everything = 400 if arguments.html is not None else WORKED_OUT
     answer = search(question, max(everything, arguments.top))
+    if question.precision not in question.cluster.machine.peak_tflops:
+        kind = question.cluster.machine.title
+        print(f"note: {kind} has no units for {question.precision}; the next wider type is taken")
     tokens = parse_tokens(arguments.tokens) if arguments.tokens is not None else None
     show(answer, arguments.top, tokens, arguments.explain)
     write(answer, arguments, config)
@@ -112,6 +121,8 @@ def main(argv: list[str]) -> int:
 def network_asked_for(given: str | None, arguments: PlanArguments, config: Config, is_file: bool) -> Network:
     if arguments.context is not None and arguments.context < 1:
         raise UserError(f"--context is {arguments.context}, but it must be 1 or more")
+    if given is not None and arguments.hf is not None:
+        raise UserError(f"{given} and --hf {arguments.hf} both say which model; leave one out")
     if arguments.hf is not None:
         return network_of_hf(Path(arguments.hf), arguments.context)
     if given is not None and ":" in given:
@@ -174,10 +185,15 @@ def parse_fix(text: str | None) -> tuple[tuple[str, Any], ...]:
             raise UserError(f"--fix {part}: give name=value, with one of {', '.join(FIXABLE)}")
         if name in ("recompute", "schedule"):
             found.append((name, value))
-        elif value.isdigit():
+        elif value.isdigit() and len(value) < 10:
             found.append((name, bool(int(value)) if name == "offload" else int(value)))
         else:
             raise UserError(f"--fix {part}: {name} must be a whole number")
+        if name not in ("recompute", "schedule") and not LEAST.get(name, 1) <= int(value) <= MOST.get(name, 10**9):
+            raise UserError(f"--fix {part}: {name} must be from {LEAST.get(name, 1)} to {MOST.get(name, 10**9):,}")
+    names = [name for name, _ in found]
+    if len(set(names)) < len(names):
+        raise UserError(f"--fix {text}: something is given twice")
     allowed = {"recompute": ("none", "attention", "every", "full"), "schedule": SCHEDULES}
     for name, value in found:
         if name in allowed and value not in allowed[name]:
@@ -185,6 +201,7 @@ def parse_fix(text: str | None) -> tuple[tuple[str, Any], ...]:
     return tuple(found)
 
 
+LEAST, MOST = {"zero": 0, "shard": 0, "offload": 0}, {"zero": 3, "offload": 1}
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
@@ -224,7 +241,15 @@ def write(answer: Answer, arguments: PlanArguments, config: Config) -> None:
         if runnable is None:
             raise UserError("--out: every layout that fits spreads experts, which lockstep train does not do")
         save_config(as_config(config, runnable), Path(arguments.out))
-        print(f"{arguments.out}: lockstep train {arguments.out} --nproc {runnable.layout.ranks}")
+        print(f"{arguments.out}: {train_command(answer.question.cluster, arguments.out)}")
+
+
+def train_command(cluster: Cluster, config: str) -> str:
+    """On one machine, or by torchrun on each of several."""
+    if cluster.nodes == 1:
+        return f"lockstep train {config} --nproc {cluster.gpus}"
+    nodes = f"--nnodes={cluster.nodes} --nproc_per_node={cluster.per_node} --rdzv-endpoint=HOST:29500"
+    return f"torchrun {nodes} -m lockstep train {config}"
 
 
 ENGINES = {0: "bucketed", 1: "zero1", 2: "zero2", 3: "zero3"}

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     if arguments.out is not None:
         write_rows([one.cells() for one in judged], Path(arguments.out))
     show(judged)
-    return 0
+    return 0 if any(one.time is not None for one in judged) else 1
 
 
 def show(judged: list[Judged]) -> None:
@@ -74,6 +74,11 @@ def show(judged: list[Judged]) -> None:
     screen.print(
         "one constant: FLOP over peak, by the median efficiency of its GPU and type, found in these rows. regret:\n"
         "how much slower the layout we would have chosen was than the best of a sweep. memory: error of the peak.",
+        highlight=False,
+    )
+    screen.print(
+        f"memory: {found.wrongly_full} of {found.ran} rows that ran are said not to fit; "
+        f"{len(found.wrongly_fits)} that ran out of memory are said to fit",
         highlight=False,
     )
     without = [one for one in judged if one.time is None]

@@ -42,8 +42,15 @@ class Judged:
 def judge(row: Row) -> Judged:
     if row.setting is None:
         return Judged(row)
-    found = memory_of(row.setting)
-    return Judged(row, step_time(row.setting), found, verdict(found, row.setting.machine.memory_gib))
+    try:
+        found, seconds = memory_of(row.setting), step_time(row.setting)
+    except (ArithmeticError, ValueError) as error:  # a layout that nobody can have run
+        row.setting, row.reason = None, f"its numbers do not go together ({error})"
+        return Judged(row)
+    fits = verdict(found, row.setting.machine.memory_gib)
+    if fits == "does not fit" and not row.cells.get("recompute"):
+        fits = "not known: it does not say recompute, and without it would not fit"
+    return Judged(row, seconds, found, fits)
 
 
 @dataclass
@@ -144,6 +151,9 @@ class Summary:
     memory: float | None
     wrongly_fits: list[str] = field(default_factory=list)
     """Rows that ran out of memory and are said to fit."""
+    wrongly_full: int = 0
+    """Rows that ran and are said not to fit."""
+    ran: int = 0
 
 
 def summary(judged: Sequence[Judged]) -> Summary:
@@ -165,4 +175,6 @@ def summary(judged: Sequence[Judged]) -> Summary:
         *(len(judged), predicted, len(errors), mean(sizes), median(sizes), bias),
         memory=mean(memory) if memory else None,
         wrongly_fits=wrong,
+        wrongly_full=sum(one.row.feasible and one.fits == "does not fit" for one in judged),
+        ran=sum(one.row.feasible and one.time is not None for one in judged),
     )

@@ -10,6 +10,7 @@ is it fine-tuned?                                                    adapters (L
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lockstep.errors import UserError
 from lockstep.plan.machine import Cluster
 from lockstep.plan.network import Network
 from lockstep.plan.search import Plan, Question, search
@@ -39,6 +40,8 @@ class Choice:
 
 
 def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf16", finetune: bool = False) -> Choice:
+    if finetune and not any(block.attention is not None for block, _ in network.layers):
+        raise UserError(f"adapters (LoRA) are for transformers, and {network.name} is none; leave --finetune out")
     software: Software = ADAPTERS if finetune else OURS
     question = Question(network, cluster, batch, precision, software)
     gib = cluster.machine.memory_gib
@@ -93,6 +96,8 @@ def flags_of(plan: Plan, engine: str) -> str:
         flags.append(f"--train.accumulation {layout.micro_batches}")
     if layout.recompute != "none":
         flags.append(f"--train.recompute {layout.recompute}")
+    if layout.offload:
+        flags.append("--parallel.offload cpu")
     return " ".join(flags)
 
 

@@ -36,7 +36,7 @@ class Habit:
 
 
 HABITS = (
-    Habit("mosaicml/llm-foundry", replace(FSDP, name="llm-foundry"), zero=3),
+    Habit("mosaicml/llm-foundry", replace(FSDP, name="llm-foundry", fused_loss=True), zero=3),
     Habit("pytorch/torchtitan", replace(FSDP, name="torchtitan"), zero=3),
     Habit("Megatron SC21", replace(MEGATRON_2021), "full", 0, 25.0, "hardware"),
     Habit("NVIDIA/Megatron-LM", replace(MEGATRON_2021), "full", 0, 25.0, "hardware"),

@@ -31,7 +31,9 @@ def product_efficiency(
     and for sizes that do not align.
     """
     kind = f"products_{machine.architecture}_{dtype if BYTES[dtype] <= 2 else 'fp32'}"
-    best = constants.values.get(kind, constants["products_other"])
+    wide = f"products_{machine.architecture}_bf16"  # fp16 runs at the rate of bf16
+    best = constants.values.get(kind) or constants.values.get(wide if dtype == "fp16" else kind)
+    best = best or constants["products_other"]
     filled = 1.0
     if machine.is_gpu:
         tiles = ceil(m / TILE) * ceil(n / TILE) * grouped

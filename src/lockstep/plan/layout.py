@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.errors import UserError
+from lockstep.parallel.schedule import check_schedule
 from lockstep.plan.network import Network
 
 Recompute = Literal["none", "attention", "selective", "every", "full"]
@@ -94,6 +96,15 @@ def illegal(network: Network, layout: Layout, gpus: int) -> str | None:
         return f"a global batch of {layout.global_batch} is no multiple of dp x micro-batch, {batch}"
     if attention is not None and attention.heads % layout.tp:
         return f"tp {layout.tp} does not divide {attention.heads} heads"
+    if layout.pp > 1:
+        try:
+            check_schedule(layout.schedule, layout.pp, layout.micro_batches, layout.chunks)
+        except UserError as mistake:
+            return str(mistake)
+    if not 0 <= layout.zero <= 3:
+        return f"zero {layout.zero} is none of 0, 1, 2 and 3"
+    if layout.shard and (layout.dp * layout.cp) % layout.shard:
+        return f"shard {layout.shard} does not divide dp x cp, {layout.dp * layout.cp}"
     if layout.pp * layout.chunks > network.depth:
         return f"{layout.pp} stages of {layout.chunks} are more than {network.depth} layers"
     if layout.pp > 1 and layout.schedule == "interleaved" and layout.micro_batches % layout.pp:

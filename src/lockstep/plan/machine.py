@@ -3,12 +3,14 @@
 import re
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lockstep.errors import UserError
+from lockstep.plan.constants import fitted
 
 HERE = Path("machine.yaml")
 """What `lockstep calibrate` writes, and `--cluster here` reads."""
@@ -125,12 +127,28 @@ def parse_machine(values: dict[str, Any], where: str, name: str) -> Machine:
         rest |= {key: type_of(key)(rest[key]) for key in numbers if key in rest}
         rest |= {**links, "peak_tflops": peaks, "name": name}
         made = Machine(**rest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{where} is no machine file: {type(error).__name__} {error}; see docs/planning.md") from None
     positive = [made.memory_gib, made.memory_gb_per_s, made.inside.gb_per_s, made.between.gb_per_s, *peaks.values()]
-    if not all(number > 0 for number in positive) or not peaks or made.gpus_per_node < 1:
-        raise UserError(f"{where}: peaks, memory and links must be more than 0")
+    positive += [made.processors, made.gpus_per_node, made.sustained]
+    if not all(isfinite(number) and number > 0 for number in positive) or not peaks:
+        raise UserError(f"{where}: peaks, memory, links, processors and sustained must be numbers above 0")
+    if not all(isfinite(link.latency_us) and link.latency_us >= 0 for link in (made.inside, made.between)):
+        raise UserError(f"{where}: latency_us must be 0 or more")
+    if made.sustained > 2:
+        raise UserError(f"{where}: sustained is {made.sustained:g}, but no machine runs at more than twice its peak")
+    check_factors(made.factors, where)
     return made
+
+
+def check_factors(factors: Any, where: str) -> None:
+    if not isinstance(factors, dict):
+        raise UserError(f"{where}: factors must be names of constants with numbers")
+    for name, value in factors.items():
+        if name != "step" and name not in fitted().values:
+            raise UserError(f"{where}: factors has {name}, which is no constant of the planner's (plan/constants.yaml)")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+            raise UserError(f"{where}: the factor {name} is {value!r}, but it must be a number above 0")
 
 
 LINKS = ("inside", "between")
@@ -142,8 +160,9 @@ def type_of(key: str) -> type:
 
 def parse_cluster(text: str) -> Cluster:
     """`4x8xh100`: nodes, GPUs of each, kind; `8xh100` is one node; `here`, `2x8xmachine.yaml`."""
-    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", text)
-    assert found is not None
+    found = re.fullmatch(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?(.+)", text)
+    if found is None:
+        raise UserError(f"--cluster {text!r}: give nodes, GPUs of each and a kind, as 4x8xh100")
     first, second, kind = found.groups()
     machine = machine_of(kind)
     if first is None:

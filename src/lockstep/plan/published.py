@@ -40,7 +40,7 @@ class Row:
 
 def read_rows(file: Path, constants: Constants | None = None) -> list[Row]:
     try:
-        with file.open(newline="", encoding="utf-8") as stream:
+        with file.open(newline="", encoding="utf-8-sig") as stream:  # Excel writes a mark at the beginning
             lines = list(csv.DictReader(stream))
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from None
@@ -55,29 +55,38 @@ def read_rows(file: Path, constants: Constants | None = None) -> list[Row]:
 
 
 def read_row(cells: dict[str, str], constants: Constants) -> Row:
-    row = Row(cells, feasible=cells.get("feasible", "1") != "0", measured_gib=number(cells, "peak_mem_gib"))
+    row = Row(cells, feasible=cells.get("feasible", "1") != "0")
     try:
+        row.measured_gib = number(cells, "peak_mem_gib") or None
         row.setting = setting_of(cells, constants)
-    except (UserError, ValueError, ZeroDivisionError) as error:
-        row.reason = str(error)
-        return row
-    row.measured_s = measured_seconds(cells, row.setting, habit_of(cells["source"], cells.get("notes", "")))
+        row.measured_s = measured_seconds(cells, row.setting, habit_of(cells["source"], cells.get("notes", "")))
+    except (UserError, ValueError, ArithmeticError) as error:
+        row.setting, row.reason = None, str(error)
     return row
 
 
 def number(cells: dict[str, str], name: str) -> float | None:
-    try:
-        return float(cells.get(name, "") or "nan") if cells.get(name) else None
-    except ValueError:
+    """What a cell says, if that is a number above 0 (or 0 where that means something)."""
+    text = cells.get(name, "")
+    if not text:
         return None
+    try:
+        found = float(text)
+    except ValueError:
+        raise UserError(f"{name} is {text[:40]!r}, which is no number") from None
+    if not 0 <= found < 1e18:
+        raise UserError(f"{name} is {text[:40]}, which cannot be")
+    return found
 
 
-def whole(cells: dict[str, str], name: str, default: int | None = None) -> int:
+def whole(cells: dict[str, str], name: str, default: int | None = None, least: int = 1) -> int:
     found = number(cells, name)
-    if found is None or found != found:
+    if found is None:
         if default is None:
             raise UserError(f"it does not say {name}")
         return default
+    if found != int(found) or found < least:
+        raise UserError(f"{name} is {cells[name]}, but it must be a whole number from {least} on")
     return int(found)
 
 
@@ -97,9 +106,9 @@ def setting_of(cells: dict[str, str], constants: Constants) -> Setting:
 
 def network_of(cells: dict[str, str]) -> Network:
     context, name = whole(cells, "seq"), cells["model"]
-    layers, hidden = number(cells, "layers"), number(cells, "hidden")
+    layers, hidden, heads = (whole(cells, key, 0) for key in ("layers", "hidden", "heads"))
     known = known_model(name)
-    if layers is None or hidden is None:
+    if not layers or not hidden:
         if known is None:
             raise UserError(f"it does not say the shapes of {name}, and they are not known here")
         if "w/o MTP" in name:
@@ -107,19 +116,18 @@ def network_of(cells: dict[str, str]) -> Network:
         return known.with_context(context)
     is_routed = known is not None and any(block.is_routed for block, _ in known.layers)
     if is_routed and known is not None:
-        return truncated(known, int(layers)).with_context(context)
+        return truncated(known, layers).with_context(context)
     vocabulary = whole(cells, "vocab", 50304)
-    heads = number(cells, "heads")
-    if heads is None:
+    if not heads:
         if known is None:
             raise UserError("it does not say heads")
         return known.with_context(context)
-    ffn = whole(cells, "ffn", 4 * int(hidden))
-    kv = whole(cells, "kv_heads", int(heads))
+    ffn = whole(cells, "ffn", 4 * hidden)
+    kv = whole(cells, "kv_heads", heads)
     if re.search(r"MoE .*E\d+", name):
-        return gshard(name, int(layers), int(hidden), int(heads), ffn, vocabulary, context)
+        return gshard(name, layers, hidden, heads, ffn, vocabulary, context)
     causal = "bert" not in name.lower()
-    sizes = (name, int(layers), int(hidden), int(heads), ffn, vocabulary, context, kv)
+    sizes = (name, layers, hidden, heads, ffn, vocabulary, context, kv)
     choices = [transformer(*sizes, gated=g, tied=t, causal=causal) for g in (False, True) for t in (False, True)]
     parameters = number(cells, "params_b")
     if parameters is None or "(" in name:
@@ -211,7 +219,7 @@ def precision_of(text: str, machine: Machine) -> str:
 def layout_of(cells: dict[str, str], habit: Habit, network: Network) -> Layout:
     notes = cells.get("notes", "")
     tp, pp, cp, dp = whole(cells, "tp"), whole(cells, "pp"), whole(cells, "cp", 1), whole(cells, "dp")
-    zero = whole(cells, "zero_stage", 3 if re.search(r"FSDP=[1-9]", notes) else habit.zero)
+    zero = whole(cells, "zero_stage", 3 if re.search(r"FSDP=[1-9]", notes) else habit.zero, least=0)
     chunks = whole(cells, "vpp", noted(notes, r"VP=(\d+)", noted(notes, r"vpp chunks=(\d+)", 1)))
     if re.search(r"VP(=| listed )NA", notes) and pp > 1:  # the finest, as the same runs say elsewhere
         chunks = max(1, network.depth // pp)
@@ -232,7 +240,7 @@ def layout_of(cells: dict[str, str], habit: Habit, network: Network) -> Layout:
         batch = micro_batches * dp * micro
     shard = noted(notes, r"zero1=(\d+)", 0)
     layout = Layout(dp, tp, pp, cp, max(1, ep), zero, shard, schedule, chunks, micro, batch)
-    etp = whole(cells, "etp", 0)
+    etp = whole(cells, "etp", 0, least=0)
     return replace(layout, recompute=recompute_of(cells, habit), expert_tp=etp if ep > 1 else 0)
 
 

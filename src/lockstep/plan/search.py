@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.plan.constants import Constants, fitted
 from lockstep.plan.layout import Layout, Recompute, illegal
 from lockstep.plan.machine import Cluster
-from lockstep.plan.memory import RISKY, Memory, memory_of, verdict
+from lockstep.plan.memory import Memory, memory_of, verdict
 from lockstep.plan.network import Network
 from lockstep.plan.residuals import interval
 from lockstep.plan.software import OURS, Software
@@ -19,6 +19,7 @@ Choices = Callable[[str, Iterable[Any]], list[Any]]
 """Of a field of a layout: what was fixed, or all values that are worth trying."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "every", "full")
 LONGEST_MICRO_BATCH = 64
+LARGEST_BATCH = 10**9
 DEEPEST = 32
 """Stages of a pipeline that are tried; --fix pp=64 tries more."""
 FIXABLE = ("dp", "tp", "pp", "cp", "ep", "zero", "chunks", "micro_batch", "recompute", "schedule", "shard", "offload")
@@ -134,8 +135,8 @@ def found_with(question: Question, most: int) -> Answer:
 
 
 def check_question(question: Question) -> None:
-    if question.global_batch < 1:
-        raise UserError(f"--global-batch is {question.global_batch}, but it must be 1 or more")
+    if not 1 <= question.global_batch <= LARGEST_BATCH:
+        raise UserError(f"--global-batch is {question.global_batch}, but it must be from 1 to {LARGEST_BATCH:,}")
     unknown = [name for name, _ in question.fixed if name not in FIXABLE]
     if unknown:
         raise UserError(f"--fix {unknown[0]}: it must be one of {', '.join(FIXABLE)}")
@@ -159,6 +160,8 @@ def candidates(question: Question, refused: Counter[str]) -> Iterator[tuple[Layo
     tensor = [d for d in divisors(gpus) if d <= min(within, 16) and d & (d - 1) == 0] if attention else [1]
     for tp in choices("tp", tensor):
         deep = [d for d in divisors(gpus // tp) if d <= min(network.depth, DEEPEST)] if gpus % tp == 0 else []
+        if not deep:
+            refused[f"tp {tp} does not divide {gpus} GPUs"] += 1
         for pp in choices("pp", deep):
             if gpus % (tp * pp):
                 refused[f"tp {tp} x pp {pp} does not divide {gpus} GPUs"] += 1
@@ -185,9 +188,12 @@ def _with_data(
     per_rank = batch // dp
     micro = [d for d in divisors(per_rank) if d <= LONGEST_MICRO_BATCH and d & (d - 1) == 0]
     spread = [d for d in divisors(experts) if (dp * cp) % d == 0] if experts else [1]
-    stages = [z for z in question.engines if (pp == 1 or z <= 1) and (dp * cp > 1 or z == 0)]
+    stages = [z for z in question.engines if (pp == 1 or z <= 2) and (dp * cp > 1 or z == 0)]
     for ep in choices("ep", spread[-3:]):
         for mb in choices("micro_batch", micro):
+            if pp > 1 and per_rank // mb < pp and "micro_batch" not in dict(question.fixed):
+                refused[f"fewer micro-batches than {pp} stages"] += 1
+                continue
             for schedule, chunks in schedules(question, pp, per_rank // mb if mb else 0):
                 for zero in choices("zero", stages):
                     groups = [0, within // tp] if zero == 3 and dp * cp * tp > within > tp else [0]
@@ -197,7 +203,7 @@ def _with_data(
                         if reason is not None:
                             refused[reason] += 1
                             continue
-                        yield least_recompute(question, choices, layout)
+                        yield from least_recompute(question, choices, layout)
 
 
 def schedules(question: Question, pp: int, micro_batches: int) -> list[tuple[str, int]]:
@@ -218,17 +224,22 @@ def schedules(question: Question, pp: int, micro_batches: int) -> list[tuple[str
     return found
 
 
-def least_recompute(question: Question, choices: Choices, layout: Layout) -> tuple[Layout, Memory]:
-    """The first that leaves room to spare; else the one that holds least."""
-    gib = question.cluster.machine.memory_gib
+def least_recompute(question: Question, choices: Choices, layout: Layout) -> Iterator[tuple[Layout, Memory]]:
+    """The first that leaves room to spare, and before it the first that fits at all; else the one that holds least."""
+    gib, risky = question.cluster.machine.memory_gib, False
     found: tuple[Layout, Memory] | None = None
     for recompute in choices("recompute", RECOMPUTE):
         one = replace(layout, recompute=recompute, offload=bool(choices("offload", (False,))[0]))
         found = one, memory_of(question.setting(one))
-        if found[1].gib < RISKY * gib:
-            break
-    assert found is not None
-    return found
+        fits = verdict(found[1], gib)
+        if fits == "fits":
+            yield found
+            return
+        if fits == "risky" and not risky:
+            risky = True
+            yield found
+    if not risky and found is not None:
+        yield found
 
 
 # ---- around the best -------------------------------------------------------------------------------------------------
@@ -282,7 +293,7 @@ def least_gpus(question: Question) -> tuple[int, Plan] | None:
 
 def first_that_fits(question: Question) -> Plan | None:
     """Not the fastest: whichever is found first of those that hold least."""
-    for layout, memory in candidates(replace(question, engines=(3, 1)), Counter()):
+    for layout, memory in candidates(replace(question, engines=(3, 1, 0)), Counter()):
         if verdict(memory, question.cluster.machine.memory_gib) != "does not fit":
             return judge(question, layout)
     return None

@@ -43,6 +43,8 @@ class Software:
     """What tensor parallelism does not cut is cut along the sequence."""
     graphs: bool = False
     """CUDA graphs: kernels cost the host nothing."""
+    host: float = 1.0
+    """Of the time that Megatron's hosts need to issue a layer's kernels (`launch_layer`), what this one needs."""
     gradient_bytes: int = 4
     """Of a gradient when it is reduced."""
     gathered_bytes: int = 2
@@ -66,5 +68,6 @@ class Software:
     """What its memory figures count."""
 
 
-OURS = Software("lockstep", own_loss=True, buckets=False)
-COMPILED = Software("lockstep, compiled", fused=True, own_loss=True, buckets=False)
+OURS = Software("lockstep", own_loss=True, buckets=False, host=0.4)
+COMPILED = Software("lockstep, compiled", fused=True, own_loss=True, buckets=False, host=0.15)
+"""Some 60 kernels of a layer, forward and backward, at 20 us each; compiled, some 20. Set, not fitted."""

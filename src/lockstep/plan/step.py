@@ -200,7 +200,7 @@ class Clock:
                 busy = sum(terms.values())
                 terms["shards"] = max(0.0, traffic - busy) + c["contention"] * min(traffic, busy)
         if not s.software.graphs and s.machine.is_gpu:
-            floor = c["launch_layer"] * (1.0 + (c["launch_tensor"] if layout.tp > 1 else 0.0))
+            floor = s.software.host * c["launch_layer"] * (1.0 + (c["launch_tensor"] if layout.tp > 1 else 0.0))
             floor += c["launch_experts"] if block.is_routed else 0.0
             for terms, share in ((forward, FORWARD), (backward, 1 - FORWARD + SHARE[layout.recompute] * FORWARD)):
                 terms["launch"] = max(0.0, 1e-3 * floor * share - sum(terms.values()))

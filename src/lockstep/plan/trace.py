@@ -76,9 +76,18 @@ def products_of(func: Any, args: Any, result: Any) -> list[tuple[float, int, int
 
 def traced(build: Callable[[], nn.Module], shape: tuple[int, ...], name: str, dtype: torch.dtype | None) -> Network:
     """`shape`: of one sample."""
-    with torch.device("meta"):
-        model = build()
-        sample = torch.zeros((SAMPLES, *shape), dtype=dtype)
+    if any(size < 1 for size in shape):
+        raise UserError(f"a sample of {'x'.join(map(str, shape))} is nothing; sizes must be 1 or more")
+    try:
+        with torch.device("meta"):
+            model = build()
+            sample = torch.zeros((SAMPLES, *shape), dtype=dtype)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # anybody's code
+        raise UserError(f"{name} cannot be built on the meta device: {where_and_what(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{name} must give an nn.Module, and gave a {type(model).__name__}")
     watch = Watch()
     named = dict(blocks_of(model))
     handles = []
@@ -91,7 +100,7 @@ def traced(build: Callable[[], nn.Module], shape: tuple[int, ...], name: str, dt
     try:
         with watch, torch.no_grad():
             model(sample)
-    except Exception as error:  # anybody's code
+    except (Exception, SystemExit) as error:  # anybody's code
         text = "x".join(map(str, shape))
         raise UserError(f"{name} cannot be traced on samples of {text}: {where_and_what(error)}") from error
     finally:
