@@ -219,8 +219,9 @@ def parse_tokens(text: str) -> float:
 
 def write(answer: Answer, arguments: PlanArguments, config: Config) -> None:
     rows = [as_row(plan) for plan in answer.plans]
+    shown = [as_row(plan) for plan in answer.shown(arguments.top)] if answer.plans else []
     if arguments.csv is not None:
-        write_rows(rows[: max(arguments.top, 1)], Path(arguments.csv))
+        write_rows(shown, Path(arguments.csv))
     if arguments.json is not None:
         from lockstep.results.record import Record
 
@@ -237,7 +238,8 @@ def write(answer: Answer, arguments: PlanArguments, config: Config) -> None:
     if arguments.out is not None:
         if not answer.plans:
             raise UserError("--out: there is no layout that fits, so there is no config to write")
-        runnable = next((plan for plan in answer.plans if plan.layout.ep == 1), None)
+        runnable = answer.best if answer.best.layout.ep == 1 else None
+        runnable = runnable or next((plan for plan in answer.plans if plan.layout.ep == 1), None)
         if runnable is None:
             raise UserError("--out: every layout that fits spreads experts, which lockstep train does not do")
         save_config(as_config(config, runnable), Path(arguments.out))

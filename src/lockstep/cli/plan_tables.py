@@ -26,13 +26,12 @@ def show(answer: Answer, top: int, tokens: float | None, explain: bool) -> None:
         return
     unit = "tokens/s" if network.context > 1 else "samples/s"
     table = new_table(
-        f"the {min(top, len(answer.plans))} fastest of {answer.fitting:,} layouts that fit, "
-        f"of {answer.considered:,} that are legal",
+        f"the fastest of {answer.fitting:,} layouts that fit, of {answer.considered:,} that are legal",
         ("layout",),
         ("step", "80% of such\npredictions", unit, "MFU\n%", "GiB\nper rank"),
         ("", "bound by"),
     )
-    for plan in answer.plans[:top]:
+    for plan in answer.shown(top):
         low, high = plan.interval_s
         table.add_row(
             str(plan.layout),
@@ -45,13 +44,13 @@ def show(answer: Answer, top: int, tokens: float | None, explain: bool) -> None:
             plan.time.bound_by,
         )
     screen.print(table)
-    best = answer.plans[0]
+    best = answer.best
     parts = ", ".join(
         f"{name} {seconds / best.time.seconds:.0%}"
         for name, seconds in sorted(best.time.terms.items(), key=lambda item: -item[1])
         if seconds > 0.005 * best.time.seconds
     )
-    screen.print(f"the best one's step: {parts}", highlight=False)
+    screen.print(f"the first one's step: {parts}", highlight=False)
     held = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in best.memory.kinds.items() if size > 0.05 * GIB)
     screen.print(f"its memory, GiB, on stage {best.memory.stage}: {held}", highlight=False)
     if tokens is not None:

@@ -88,6 +88,19 @@ class Answer:
     smallest: Layout | None = None
     """Of those that do not fit, the one that needs least memory."""
 
+    @property
+    def best(self) -> Plan:
+        """The fastest that leaves room to spare; where none does, the fastest."""
+        return next((plan for plan in self.plans if plan.fits == "fits"), self.plans[0])
+
+    def shown(self, top: int) -> list[Plan]:
+        """The fastest with room to spare; then some that are faster than the best of them, and risky."""
+        safe = [plan for plan in self.plans if plan.fits == "fits"][:top]
+        if not safe:
+            return self.plans[:top]
+        risky = [p for p in self.plans if p.fits == "risky" and p.time.seconds < self.best.time.seconds]
+        return [*safe, *risky[: max(1, top // 3)]]
+
 
 def judge(question: Question, layout: Layout) -> Plan:
     setting = question.setting(layout)
@@ -129,7 +142,9 @@ def found_with(question: Question, most: int) -> Answer:
             least, answer.smallest = memory.total, layout
     fitting.sort(key=lambda one: one[0])
     answer.fitting = len(fitting)
-    answer.plans = [Plan(clock.s, clock.step(), memory, fits) for _, clock, memory, fits in fitting[:most]]
+    safe, risky = ([one for one in fitting if (one[3] == "fits") == wanted] for wanted in (True, False))
+    worth = [*safe[:most], *risky[: most if not safe else most // 3]]
+    answer.plans = [Plan(clock.s, clock.step(), memory, fits) for _, clock, memory, fits in worth]
     answer.plans.sort(key=lambda plan: plan.time.seconds)
     return answer
 

@@ -313,6 +313,9 @@ class Clock:
                 shared = min(group, layout.shards)
                 payload = parameters * software.gathered_bytes
                 returned += collective_seconds(payload, shared, step, s.machine, c, GATHER)
+        if software.own_loss and layout.zero == 2 and layout.pp == 1:  # our zero2 reduces every micro-batch's
+            sent *= layout.micro_batches
+            backward *= layout.micro_batches
         if software.overlaps_gradients:
             passes = layout.pp if layout.pp > 1 and layout.chunks > 1 else 1
             sent = max(sent * c["gradients_least"], sent - c["gradients_hidden"] * backward * passes)
