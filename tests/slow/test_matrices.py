@@ -76,7 +76,10 @@ def test_every_layout_loads_from_every_other(tmp_path: Path) -> None:
     assert not wrong
 
 
+SMALL_GPT = ["--model.d-model", "64", "--model.layers", "2", "--model.heads", "4"]
 QUICK = {
+    **dict.fromkeys(("overlap", "accumulation", "zero-stages", "hooks-vs-manual", "compression", "buckets"), SMALL_GPT),
+    "cnn-sizes": ["--train.batch-size", "4"],
     "naive-ddp": ["--model.size", "custom", "--model.d-model", "32", "--model.layers", "2"],
     "ddp-vs-fsdp": ["--model.width", "8", "--train.batch-size", "16"],
 }
