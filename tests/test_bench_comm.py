@@ -169,7 +169,7 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.Captu
 def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
     """After each size the files are whole, whoever ends the run."""
     file = tmp_path / "comm.csv"
-    flags = ["-b", "1K", "-e", "1G", "-n", "2", "--algorithms", "ring", "--delay-ms", "200", "--device", "cpu"]
+    flags = ["-b", "1K", "-e", "1G", "-n", "2", "--algorithms", "ring", "--delay-ms", "60", "--device", "cpu"]
     flags += ["--nproc", "2", "--csv", str(file), "--json", str(tmp_path / "comm.json")]
     process = subprocess.Popen([sys.executable, "-m", "lockstep", "bench", "comm", *flags], stderr=subprocess.DEVNULL)
     try:

@@ -223,7 +223,7 @@ SMALL = ["--data.name", "synthetic", "--data.samples", "16", "--model.d-model", 
 @pytest.mark.parametrize(
     ("config", "ranks"),
     [
-        ("gpt_tp", 2),
+        pytest.param("gpt_tp", 2, marks=pytest.mark.slow),
         pytest.param("gpt_pp", 2, marks=pytest.mark.slow),
         ("gpt_long_context", 2),
         pytest.param("gpt_3d", 8, marks=pytest.mark.slow),

@@ -24,6 +24,7 @@ def test_it_draws_in_the_terminal_and_to_files(tmp_path: Path, capsys: pytest.Ca
     assert "a step takes 16" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_configs_own_steps_stand_beside_theory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also with data parallelism: the first pipeline of two, each of two stages, of which the first recomputes."""
     small = ["--model.d-model", "32", "--model.layers", "2", "--model.context", "16", "--data.name", "synthetic"]

@@ -300,7 +300,7 @@ def verify_all(world: World) -> list[Verdict]:
     return verify(world, Request([n for n in available_strategies() if n != "single"], steps=3))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_strategy_passes(ranks: int) -> None:
     """2 and 4 ranks are what `lockstep verify` itself runs by default; here are the odd ones."""
     for verdict in on_ranks(verify_all, ranks, timeout=120)[0]:
