@@ -12,7 +12,7 @@ from lockstep.cli.parsing import check_output, parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
-from lockstep.plan.calibrate import Measured, machine_from, measure
+from lockstep.plan.calibrate import Links, Measured, machine_from, measure
 from lockstep.plan.machine import HERE, Machine
 from lockstep.words import counted, duration
 
@@ -46,14 +46,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _measure(world: World) -> tuple[list[Measured], dict[str, float], int]:
+def _measure(world: World) -> tuple[list[Measured], Links, int]:
     with Progress(disable=not world.is_main, transient=True) as bar:
         task = bar.add_task(counted(world.size, "rank"), total=None)
         everyone, links = measure(world, lambda what: bar.update(task, description=what))
     return everyone, links, world.ranks_on_device
 
 
-def show(machine: Machine, everyone: list[Measured], links: dict[str, float], out: str) -> None:
+def show(machine: Machine, everyone: list[Measured], links: Links, out: str) -> None:
     screen, first = console(), everyone[0]
     table = new_table(f"{machine.title}, {counted(len(everyone), 'rank')} at once", ("what",), ("time", "rate"), ("",))
     for m, k, n, dtype, seconds in first.products:
@@ -64,8 +64,7 @@ def show(machine: Machine, everyone: list[Measured], links: dict[str, float], ou
         shape = f"attention {batch} x {heads} x {context} x {dim}"
         table.add_row(shape, duration(seconds), f"{rate:.3g} TFLOP/s", "causal")
     table.add_row("memory, read and written", "-", f"{first.memory / 1e9:.3g} GB/s", "")
-    for what, seconds in links.items():
-        name, nbytes = what.split()
-        table.add_row(f"{name} of {int(nbytes):,} B", duration(seconds), f"{int(nbytes) / seconds / 1e9:.3g} GB/s", "")
+    for (name, nbytes), seconds in links.items():
+        table.add_row(f"{name} of {nbytes:,} B", duration(seconds), f"{nbytes / seconds / 1e9:.3g} GB/s", "")
     screen.print(table)
     screen.print(f"{out}: lockstep plan CONFIG --cluster {'here' if out == str(HERE) else out}", highlight=False)

@@ -111,20 +111,8 @@ def show_terms(screen: Any, best: Plan) -> None:
 
 
 def as_row(plan: Plan) -> dict[str, Any]:
-    layout, (low, high) = plan.layout, plan.interval_s
-    fields = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "schedule")}
-    fields |= {name: getattr(layout, name) for name in ("chunks", "micro_batch", "recompute", "offload")}
     return {
-        "layout": str(layout),
-        **fields,
-        "step_s": plan.time.seconds,
-        "low80_s": low,
-        "high80_s": high,
-        "tokens_per_s": plan.tokens_per_s,
-        "mfu": plan.mfu,
-        "peak_gib": plan.memory.gib,
-        "fits": plan.fits,
-        "bound_by": plan.time.bound_by,
+        **plan.figures(),
         **{f"{name}_s": seconds for name, seconds in plan.time.terms.items()},
         **{f"{kind}_gib": size / GIB for kind, size in plan.memory.kinds.items()},
     }

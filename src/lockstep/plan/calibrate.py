@@ -30,6 +30,8 @@ SHAPES = ((512, 512, 2048), (1024, 1024, 1024), (2048, 768, 3072), (2048, 2048, 
 ON_GPU, ON_CPU = ((8, 12, 1024, 64), (2, 16, 2048, 128)), ((4, 4, 256, 32), (2, 8, 512, 64))
 """Attention: batch, heads, context, dim."""
 TRIES = 5
+Links = dict[tuple[str, int], float]
+"""Seconds of a collective of so many bytes."""
 
 
 @dataclass
@@ -48,12 +50,13 @@ class Measured:
 
 
 def timed(world: World, work: Callable[[], Any]) -> float:
-    """Seconds of the fastest half of some runs, all ranks at work."""
+    """Seconds; the median of some turns of 50 ms or more, all ranks at work."""
     on_gpu = world.device.type == "cuda"
     work()
     found = []
     for _ in range(TRIES):
-        hosts_meet(world.device) if world.size > 1 else None
+        if world.size > 1:
+            hosts_meet(world.device)
         if on_gpu:
             torch.cuda.synchronize(world.device)
         start, count = time.perf_counter(), 0
@@ -68,7 +71,7 @@ def timed(world: World, work: Callable[[], Any]) -> float:
     return median(found)
 
 
-def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple[list[Measured], dict[str, Any]]:
+def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple[list[Measured], Links]:
     """On every rank; every rank returns all."""
     device, on_gpu = world.device, world.device.type == "cuda"
     products = []
@@ -93,12 +96,12 @@ def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple
     seconds = timed(world, lambda: target.copy_(source))
     total, name = memory_and_name(world)
     mine = Measured(products, attention, 2 * source.nbytes / seconds, torch.get_num_threads(), total, name)
-    links: dict[str, Any] = {}
+    links: Links = {}
     if world.size > 1:
         told("links")
         sweep = Sweep((4096, 262144, 16 * 2**20), 10, 2, False)
         measured = bench_comm(world, ["all_gather", "all_reduce"], [world.backend], ["native"], sweep)
-        links = {f"{row.collective} {row.nbytes}": row.p50 for row in measured}
+        links = {(row.collective, row.nbytes): row.p50 for row in measured}
     return all_gather_objects(mine), links
 
 
@@ -111,7 +114,7 @@ def memory_and_name(world: World) -> tuple[int, str]:
     return psutil.virtual_memory().total // max(1, world.size), "CPU"
 
 
-def machine_from(everyone: list[Measured], links: dict[str, Any], ranks_on_device: int = 1) -> Machine:
+def machine_from(everyone: list[Measured], links: Links, ranks_on_device: int = 1) -> Machine:
     """The known kind, or a new one, with what was measured in place of what is said."""
     first = everyone[0]
     known = kind_of(first.name)
@@ -138,8 +141,7 @@ def machine_from(everyone: list[Measured], links: dict[str, Any], ranks_on_devic
         for batch, heads, context, dim, seconds in one.attention:
             shape = Attention(heads, heads, dim, dim)
             kernel = "flash" if base.is_gpu else "matrix"
-            changed = constants.changed(**{n: constants[n] * f for n, f in factors.items()})
-            said = attention_seconds(shape, batch * context, context, 1, kernel, base, changed)
+            said = attention_seconds(shape, batch * context, context, 1, kernel, base, constants.scaled(factors))
             ratios.append(said / seconds)
     rate = f"flash_{base.architecture}" if base.is_gpu else "scores_products"
     factors[rate if rate in constants.values else "flash_other"] = geometric(ratios)
@@ -153,15 +155,12 @@ def geometric(values: list[float]) -> float:
     return exp(mean(log(value) for value in values))
 
 
-def link_from(links: dict[str, Any], ranks: int, share: float) -> Link:
+def link_from(links: Links, ranks: int, share: float) -> Link:
     """Rate from the largest message, latency from the smallest, as `collective_seconds` will use them."""
-    large = max(int(key.split()[1]) for key in links)
-    small = min(int(key.split()[1]) for key in links)
-    seconds = links[f"all_gather {large}"]
-    rate = large * (ranks - 1) / ranks / seconds / share
-    return Link(
-        round(rate / 1e9, 4), round(1e6 * links[f"all_gather {small}"] / max(1, ranks - 1) / fitted()["latency"], 2)
-    )
+    sizes = sorted(nbytes for _, nbytes in links)
+    rate = sizes[-1] * (ranks - 1) / ranks / links["all_gather", sizes[-1]] / share
+    hop = links["all_gather", sizes[0]] / max(1, ranks - 1) / fitted()["latency"]
+    return Link(round(rate / 1e9, 4), round(1e6 * hop, 2))
 
 
 def kind_of(name: str) -> str | None:

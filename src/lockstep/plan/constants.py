@@ -24,6 +24,10 @@ class Constants:
         """Of software that has results of its own; 1 for others."""
         return 1.0 if name is None else self.values.get(f"factor_{name}", 1.0)
 
+    def scaled(self, factors: Mapping[str, float]) -> "Constants":
+        """As they are on a machine that these were found on; what is no constant of ours is somebody else's."""
+        return self.changed(**{name: self[name] * f for name, f in factors.items() if name in self.values})
+
     def changed(self, **values: float) -> "Constants":
         return Constants({**self.values, **values})
 

@@ -86,14 +86,14 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]
     tokens = layout.tokens(network.context)
     held = in_flight(layout, stage)
     kinds["activations"] = tokens * held * sum(kept_by_layer(s, b) * n for b, n in blocks)
-    if layout.tp > 1 and layout.sequence and software.sequence:  # a layer's inputs, gathered to compute with
-        kinds["activations"] += 2 * tokens * network.hidden * element(s)
+    if s.beside > 1:  # a layer's inputs, gathered to compute with
+        kinds["activations"] += 2 * tokens * network.hidden * s.element
     if layout.recompute in ("full", "every", "selective"):
         kinds["activations"] += tokens * max(whole_layer(s, b) for b, _ in network.layers)
     if stage == layout.pp - 1 and network.vocabulary:
         size = s.constants["logit_bytes"] * (0.5 if software.fused_loss else 1.0)
         if software.own_loss and s.machine.is_gpu:
-            size = 2 * element(s)  # the logits, and their gradient
+            size = 2 * s.element  # the logits, and their gradient
         kinds["logits"] = size * tokens * network.vocabulary / layout.tp
         if layout.zero < 3:  # the gradient of the head's weight, before it is added
             kinds["buffers"] = software.gradient_bytes * network.vocabulary * network.hidden / layout.tp
@@ -103,7 +103,7 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]
         kinds["buffers"] = software.gathered_bytes * (2 * largest + ends) + software.gradient_bytes * largest
     elif software.buckets:
         kinds["buffers"] += min(software.gradient_bytes * dense, 100e6)
-    elif software.own_loss:
+    elif software.own_engines:
         own_engines(s, kinds)
     kinds["overhead"] = overhead(s, sum(kinds.values()))
     return Memory(stage, kinds)
@@ -129,26 +129,19 @@ def whole_layer(setting: Setting, block: Block) -> float:
     """Bytes of a token that a layer's forward leaves for its backward, without recomputation."""
     layout, c = setting.layout, setting.constants
     tp = layout.tp
-    beside = tp if layout.sequence and setting.software.sequence else 1
     attended = block.attention.heads * block.attention.value_dim if block.attention is not None else 0
-    elements = c["kept_width"] * block.width / beside + (block.inner + attended) / tp
+    elements = c["kept_width"] * block.width / setting.beside + (block.inner + attended) / tp
     scores = 0.0
     if block.attention is not None and setting.software.attention == "matrix" and layout.recompute != "attention":
         scores = 5 * block.attention.heads / tp * setting.network.context
     routed = 2 * block.visits * (block.routed_width or block.width) / (1 if layout.experts_tp >= tp else tp)
-    return element(setting) * (elements + routed) + scores
-
-
-def element(setting: Setting) -> int:
-    """Bytes of an activation."""
-    return {"fp32": 4, "tf32": 4, "fp64": 8}.get(setting.precision, 2)
+    return setting.element * (elements + routed) + scores
 
 
 def kept_by_layer(setting: Setting, block: Block) -> float:
     """The same under the layout's recomputation."""
     layout = setting.layout
-    beside = layout.tp if layout.sequence and setting.software.sequence else 1
-    entry = element(setting) * block.width / beside
+    entry = setting.element * block.width / setting.beside
     if layout.recompute == "full":
         return entry
     whole = whole_layer(setting, block)

@@ -56,7 +56,6 @@ def write_page(answer: Answer, file: Path) -> None:
 
 
 def as_point(number: int, plan: Plan, pictures: dict[str, Any]) -> dict[str, Any]:
-    layout, (low, high) = plan.layout, plan.interval_s
     times = [
         {"name": name, "value": seconds, "colour": f"var(--{COLOURS[name]})"}
         for name, seconds in plan.time.terms.items()
@@ -69,16 +68,7 @@ def as_point(number: int, plan: Plan, pictures: dict[str, Any]) -> dict[str, Any
     ]
     return {
         "number": number,
-        "layout": str(layout),
-        **{name: getattr(layout, name) for name in AXES if name != "fits"},
-        "fits": plan.fits,
-        "step_s": plan.time.seconds,
-        "low80_s": low,
-        "high80_s": high,
-        "tokens_per_s": plan.tokens_per_s,
-        "mfu": plan.mfu,
-        "peak_gib": plan.memory.gib,
-        "bound_by": plan.time.bound_by,
+        **plan.figures(),
         "times": times,
         "kinds": kinds,
         "pipeline": picture_of(plan, pictures),

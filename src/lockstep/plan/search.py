@@ -75,6 +75,22 @@ class Plan:
     def days(self, tokens: float) -> float:
         return tokens / self.tokens_per_s / 86400
 
+    def figures(self) -> dict[str, Any]:
+        """For files and pages, by their names."""
+        low, high = self.interval_s
+        return {
+            "layout": str(self.layout),
+            **{name: getattr(self.layout, name) for name in FIXABLE},
+            "step_s": self.time.seconds,
+            "low80_s": low,
+            "high80_s": high,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "peak_gib": self.memory.gib,
+            "fits": self.fits,
+            "bound_by": self.time.bound_by,
+        }
+
 
 @dataclass
 class Answer:

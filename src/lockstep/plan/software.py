@@ -60,6 +60,8 @@ class Software:
     """Logits are not held in fp32 beside their gradient."""
     frozen: bool = False
     """Weights have no gradients: backward has one product for each of forward's, and the optimizer next to nothing."""
+    own_engines: bool = False
+    """Lockstep's: gradients live in the buckets that they are sent from, and zero2 reduces each micro-batch's."""
     own_loss: bool = False
     """Cross entropy by a kernel that never holds logits in fp32."""
     buckets: bool = True
@@ -68,6 +70,6 @@ class Software:
     """What its memory figures count."""
 
 
-OURS = Software("lockstep", own_loss=True, buckets=False, host=0.4)
-COMPILED = Software("lockstep, compiled", fused=True, own_loss=True, buckets=False, host=0.15)
+OURS = Software("lockstep", own_loss=True, own_engines=True, buckets=False, host=0.4)
+COMPILED = Software("lockstep, compiled", fused=True, own_loss=True, own_engines=True, buckets=False, host=0.15)
 """Some 60 kernels of a layer, forward and backward, at 20 us each; compiled, some 20. Set, not fitted."""

@@ -32,6 +32,8 @@ from lockstep.plan.software import OURS, Software
 Terms = dict[str, float]
 OPTIMIZER_BYTES = 28
 """Of Adam, per parameter: reads weight, gradient and two moments, writes all but the gradient, in fp32."""
+HOST_LINK = 20e9
+"""Bytes per second between a GPU and its host, for what is offloaded: PCIe 4.0, less its protocol."""
 OWN_LOSS = 1.5
 """Passes over fp32 logits that a kernel costs which reads them in bf16 twice and writes their gradient once."""
 FORWARD = 1 / 3
@@ -53,6 +55,16 @@ class Setting:
     @property
     def wide(self) -> str:
         return "bf16" if self.precision in ("fp4", "fp8") else self.precision
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return {"fp32": 4, "tf32": 4, "fp64": 8}.get(self.precision, 2)
+
+    @property
+    def beside(self) -> int:
+        """Ranks that share what tensor parallelism does not cut: those of tp, where it is cut along the sequence."""
+        return self.layout.tp if self.layout.sequence and self.software.sequence else 1
 
 
 @dataclass
@@ -81,8 +93,7 @@ def step_time(setting: Setting) -> StepTime:
 
 def with_factors(setting: Setting) -> Constants:
     """The constants as they are on this machine: what calibrate and learn have found."""
-    found = {n: setting.constants[n] * f for n, f in setting.machine.factors.items() if n in setting.constants.values}
-    return setting.constants.changed(**found) if found else setting.constants
+    return setting.constants.scaled(setting.machine.factors)
 
 
 class Clock:
@@ -104,23 +115,14 @@ class Clock:
                 block.attention, self.tokens, s.network.context, tp, kernel, s.machine, c
             )
             terms["context"] = self.ring(block, terms["attention"])
-        beside = tp if self.cuts_sequence else 1
-        elements = c["passes_width"] * block.width / beside + c["passes_inner"] * block.inner / tp
+        elements = c["passes_width"] * block.width / s.beside + c["passes_inner"] * block.inner / tp
         eager = 1.0 if s.software.fused else c["passes_eager"]
-        terms["moving"] = FORWARD * eager * moving_seconds(self.tokens * elements, s.machine, c, self.element)
+        terms["moving"] = FORWARD * eager * moving_seconds(self.tokens * elements, s.machine, c, self.s.element)
         terms["tensor"] = self.tensor(block)
         if block.is_routed:
             terms["experts"] = self.experts(block)
         work = s.network.work
         return {name: seconds * work for name, seconds in terms.items()}
-
-    @property
-    def element(self) -> int:
-        return {"fp32": 4, "fp64": 8}.get(self.s.precision, 2)
-
-    @property
-    def cuts_sequence(self) -> bool:
-        return self.s.layout.sequence and self.s.software.sequence
 
     def products(self, block: Block) -> float:
         s, tp, layout = self.s, self.s.layout.tp, self.s.layout
@@ -138,7 +140,7 @@ class Clock:
             elif p.cut == "row":
                 total += product_seconds(self.tokens, p.k / tp, p.n, s.precision, s.machine, self.c)
             else:
-                tokens = self.tokens / (tp if self.cuts_sequence else 1)
+                tokens = self.tokens / s.beside
                 total += product_seconds(tokens * p.rows, p.k, p.n, s.wide, s.machine, self.c)
         return total
 
@@ -147,7 +149,7 @@ class Clock:
         tp = self.s.layout.tp
         if tp == 1:
             return 0.0
-        payload = self.tokens * block.width * self.element
+        payload = self.tokens * block.width * self.s.element
         seconds = 2 * collective_seconds(payload, tp, 1, self.s.machine, self.c, REDUCE)
         return seconds * (self.c["tensor_exposed"] if self.s.software.overlaps_tensor else 1.0)
 
@@ -156,14 +158,14 @@ class Clock:
         if cp == 1 or block.attention is None:
             return 0.0
         a = block.attention
-        payload = self.tokens * max(1, a.kv_heads / tp) * (a.dim + a.value_dim) * self.element
+        payload = self.tokens * max(1, a.kv_heads / tp) * (a.dim + a.value_dim) * self.s.element
         hops = (cp - 1) * message_seconds(payload, tp * (cp - 1), self.s.machine, self.c)
         return max(0.0, hops - attention * 0.5) + self.c["ring_uneven"] * attention * (1 - 1 / cp)
 
     def experts(self, block: Block) -> float:
         s, layout = self.s, self.s.layout
         tokens = self.tokens / (1 if layout.experts_tp >= layout.tp else layout.tp)
-        payload = tokens * block.visits * (block.routed_width or block.width) * self.element
+        payload = tokens * block.visits * (block.routed_width or block.width) * self.s.element
         copies = block.visits if s.software.sends_once else 1
         sent = 2 * exchange_seconds(payload, layout.ep, layout.tp, s.machine, self.c, copies)
         sent *= self.c["exchange_exposed"]
@@ -270,7 +272,7 @@ class Clock:
         stages, forward, backward = self.stages
         m = layout.micro_batches
         apart = layout.tp * layout.cp * layout.dp
-        payload = self.tokens * s.network.hidden * self.element / (layout.tp if self.cuts_sequence else 1)
+        payload = self.tokens * s.network.hidden * s.element / s.beside
         message = message_seconds(payload, apart, s.machine, self.c) if layout.pp > 1 else 0.0
         span = pipeline_seconds(layout.schedule, layout.pp, m, layout.chunks, forward, backward, message)
         busy = [m * (f + b) for f, b in zip(forward, backward, strict=True)]
@@ -298,7 +300,7 @@ class Clock:
         update = (dense / shards + routed / max(1, shards // layout.ep)) * each
         rate = memory_rate(s.machine, c)
         if layout.offload:
-            rate = min(rate, 20e9)
+            rate = min(rate, HOST_LINK)
         optimizer = update / rate + (0.0 if not s.machine.is_gpu else 1e-3)
         if software.frozen:
             return {"gradients": 0.0, "optimizer": 0.0}
@@ -313,7 +315,7 @@ class Clock:
                 shared = min(group, layout.shards)
                 payload = parameters * software.gathered_bytes
                 returned += collective_seconds(payload, shared, step, s.machine, c, GATHER)
-        if software.own_loss and layout.zero == 2 and layout.pp == 1:  # our zero2 reduces every micro-batch's
+        if software.own_engines and layout.zero == 2 and layout.pp == 1:
             sent *= layout.micro_batches
             backward *= layout.micro_batches
         if software.overlaps_gradients:
