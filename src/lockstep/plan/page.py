@@ -1,6 +1,5 @@
 """A plan as one page: all layouts as points, filters, and the one that is clicked, term by term. Nothing is fetched."""
 
-import json
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -12,8 +11,8 @@ from lockstep.plan.memory import GIB
 from lockstep.plan.pipeline import instructions
 from lockstep.plan.search import Answer, Plan
 from lockstep.plan.step import Clock
-from lockstep.results.chart import CONFIG, library
-from lockstep.results.palette import style_sheet
+from lockstep.report.page import framed
+from lockstep.results.chart import CONFIG
 from lockstep.results.whole import write_whole
 from lockstep.schedule.draw import as_chart
 
@@ -41,18 +40,8 @@ def write_page(answer: Answer, file: Path) -> None:
     unit = "tokens/s" if question.network.context > 1 else "samples/s"
     data = {"plans": plans, "axes": AXES, "pipelines": pictures, "config": CONFIG, "unit": unit}
     assets = resources.files("lockstep.plan") / "assets"
-    page = (assets / "page.html").read_text(encoding="utf-8")
-    parts = {
-        "title": escape(title),
-        "text": escape(text),
-        "style": style_sheet(),
-        "data": json.dumps(data).replace("<", "\\u003c"),
-        "script": (assets / "page.js").read_text(encoding="utf-8"),
-        "library": library(),
-    }
-    for name, part in parts.items():
-        page = page.replace("{{" + name + "}}", part)
-    write_whole(file, page)
+    body, script, style = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "js", "css"))
+    write_whole(file, framed(title, body.replace("{{text}}", escape(text)), data, script, style))
 
 
 def as_point(number: int, plan: Plan, pictures: dict[str, Any]) -> dict[str, Any]:

@@ -75,15 +75,20 @@ def render(sections: list[Section], title: str, folder: str) -> str:
             body.append(_section(number, made, charts, folder))
         except SPOILED as error:
             raise spoiled(made, error) from None
-    data = json.dumps(plain(charts), separators=(",", ":")).replace("<", "\\u003c")
+    return framed(title, "\n".join(body), plain(charts), (asset / "page.js").read_text(encoding="utf-8"))
+
+
+def framed(title: str, body: str, data: Any, script: str, style: str = "") -> str:
+    """A page with the library that draws its charts, light and dark, in which nothing is fetched from anywhere."""
+    asset = files("lockstep.report") / "assets"
     page = (asset / "page.html").read_text(encoding="utf-8")
     parts = {
         "title": escape(title),
-        "style": f"{style_sheet()}\n{(asset / 'style.css').read_text(encoding='utf-8')}",
-        "body": "\n".join(body),
-        "data": data,
+        "style": "\n".join([style_sheet(), (asset / "style.css").read_text(encoding="utf-8"), style]),
+        "body": body,
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "library": library(),
-        "script": (asset / "page.js").read_text(encoding="utf-8"),
+        "script": script,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 

@@ -70,7 +70,7 @@ async function draw() {
   };
   const made = await vegaEmbed("#points", spec, options);
   made.view.addEventListener("click", (_, item) => item && item.datum && item.datum.number !== undefined && choose(item.datum.number));
-  if (plans.length && !plans.some((plan) => plan.number === chosen)) choose(plans[0].number);
+  if (plans.length && !plans.some((plan) => plan.number === chosen)) choose((plans.find((plan) => plan.fits === "fits") || plans[0]).number);
 }
 
 let chosen = -1;
