@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -132,6 +133,26 @@ def test_a_clock_that_is_set_back_does_not_delay_anything() -> None:
         assert time.monotonic() - ended < 5
         peer.close()
     assert semaphore.HAS_CLOCKWAIT or sys.platform != "linux"
+
+
+def test_threads_may_ask_at_once_whether_a_rank_has_ended() -> None:
+    """A pipeline's lanes wait for one neighbour each on its own thread, and may look in the same moment."""
+    with subprocess.Popen(["sleep", "10"]) as child, ThreadPoolExecutor(4) as threads:
+        peer = semaphore.Peer(1, child.pid)
+        until = time.monotonic() + 0.5
+
+        def ask() -> bool:
+            while time.monotonic() < until:
+                if peer.has_ended():
+                    return True
+            return False
+
+        asking = [threads.submit(ask) for _ in range(4)]
+        assert [answer.result() for answer in asking] == [False] * 4
+        child.kill()
+        child.wait()
+        assert peer.has_ended()
+        peer.close()
 
 
 def test_mistakes_are_refused_with_a_reason() -> None:

@@ -51,14 +51,13 @@ class Peer:
     def __init__(self, rank: int, pid: int) -> None:
         self.rank, self.pid = rank, pid
         self._descriptor = os.pidfd_open(pid)  # readable once the process has ended; never a later namesake
-        self._poll = select.poll()
-        self._poll.register(self._descriptor, select.POLLIN)
 
     def has_ended(self) -> bool:
-        return bool(self._poll.poll(0))
+        look = select.poll()  # one's own: several threads wait for one rank, and a poll object takes one at a time
+        look.register(self._descriptor, select.POLLIN)
+        return bool(look.poll(0))
 
     def close(self) -> None:
-        self._poll.unregister(self._descriptor)
         os.close(self._descriptor)
 
 
