@@ -252,7 +252,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint_and_sigterm_saves(tmp_pa
     wait_for_checkpoint(tmp_path, reached)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=40)
-    assert process.returncode == 0, output
+    assert process.returncode == 128 + signal.SIGTERM, output
     assert "stopped by SIGTERM and saved" in output
     found, damage = Checkpoints(World(), tmp_path / "checkpoints").find()
     assert found is not None

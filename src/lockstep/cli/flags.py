@@ -21,7 +21,7 @@ FILES = ("csv", "json", "plot")
 DEEPSPEED = ("deepspeed", "deepspeed-config")
 KNOWN = {
     "demo": (*LAUNCH, "epochs", "run-dir"),
-    "train": (*LAUNCH, "run-dir", "resume", *DEEPSPEED),
+    "train": (*LAUNCH, "run-dir", "resume", "max-restarts", *DEEPSPEED),
     "tokenize": ("out", "tokenizer", "test-share"),
     "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine"),
     "export": ("out", "format"),

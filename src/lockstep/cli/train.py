@@ -1,6 +1,8 @@
 """`lockstep train`."""
 
+import os
 import shlex
+import signal
 import sys
 from dataclasses import dataclass
 from math import isfinite
@@ -9,12 +11,11 @@ from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths
 from lockstep.cli.flags import config_from, sections, without_flag
 from lockstep.cli.parsing import parse
 from lockstep.config import Plan
+from lockstep.errors import UserError
 from lockstep.launch import adopt_environment, run_on_ranks
 from lockstep.training.loop import train_in_folder
 from lockstep.training.result import TrainResult
 from lockstep.words import counted
-
-INTERRUPTED = 130
 
 
 @dataclass
@@ -32,6 +33,8 @@ class TrainArguments(RunArguments):
 
     lockstep train configs/digits_cnn.yaml --nproc 2 --checkpoint.every 100 --resume auto
 
+    lockstep train configs/digits_cnn.yaml --nproc 2 --checkpoint.every 100 --max-restarts 3
+
     lockstep train --model.name gpt --data.name text --train.optimizer adamw --train.lr 1e-3 --train.steps 200
 
     deepspeed --num_gpus=4 --module lockstep train configs/digits_cnn.yaml --deepspeed_config my.json
@@ -44,6 +47,9 @@ class TrainArguments(RunArguments):
     resume: str | None = None
     """Go on from a run's folder or one of its checkpoints; `auto`: from --run-dir, or from the newest run of this
     model and data, of the same sizes, that has a checkpoint, and from the start if there is none."""
+    max_restarts: int = 0
+    """When a rank fails or is killed, start all ranks anew, at most so often; they go on from the newest whole
+    checkpoint of the run. Under torchrun, give its own --max-restarts."""
 
 
 def main(argv: list[str]) -> int:
@@ -51,13 +57,29 @@ def main(argv: list[str]) -> int:
     arguments = parse(TrainArguments, rest, "train", default=TrainArguments(**sections(config)))
     config = arguments.config()
     check_before_ranks(config, arguments.launch, default_nproc=1)
+    if arguments.max_restarts < 0:
+        raise UserError(f"--max-restarts is {arguments.max_restarts}, but it must be 0 or more")
+    if arguments.max_restarts and adopt_environment():
+        raise UserError("--max-restarts is for ranks that lockstep starts; give it to torchrun, before -m lockstep")
     check_paths(("--run-dir", arguments.run_dir), ("--resume", arguments.resume))
     result: TrainResult = run_on_ranks(
         *(train_in_folder, config, arguments.run_dir, arguments.resume),
         launch=arguments.launch,
         saves_when_stopped=True,
+        max_restarts=arguments.max_restarts,
     )[0]
-    return told(result, argv, config.plan) if result.is_main else int(result.not_saved is not None)
+    return told(result, argv, config.plan) if result.is_main else status_of(result)
+
+
+def status_of(result: TrainResult) -> int:
+    """0: what was asked for was done. 1: the last checkpoint is missing. 128 and the signal's number: saved, and to be
+    gone on with, as a requeue wants to know; but to torchrun that would be a failure, and it would start the run anew.
+    """
+    if result.not_saved is not None:
+        return 1
+    if not result.stopped or "TORCHELASTIC_RUN_ID" in os.environ:
+        return 0
+    return 128 + (signal.SIGINT if result.stopped_by == "Ctrl-C" else signal.Signals[result.stopped_by])
 
 
 def told(result: TrainResult, argv: list[str], plan: Plan) -> int:
@@ -70,11 +92,11 @@ def told(result: TrainResult, argv: list[str], plan: Plan) -> int:
     if result.not_saved is not None:
         ended = f"stopped by {result.stopped_by}, and " if result.stopped else ""
         print(f"error: {ended}the last checkpoint was not saved: {result.not_saved}", file=sys.stderr)
-        return 1
+        return status_of(result)
     if result.stopped:
         print(f"stopped by {result.stopped_by} and saved")
     print(to_go_on(result, argv))
-    return INTERRUPTED if result.stopped_by == "Ctrl-C" else 0
+    return status_of(result)
 
 
 def to_go_on(result: TrainResult, argv: list[str]) -> str:

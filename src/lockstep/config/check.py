@@ -50,6 +50,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "lora.rank": (0, WIDTH),
     "lora.alpha": (0, AMOUNT),
     "checkpoint.every": (0, COUNT),
+    "checkpoint.every_seconds": (0.1, AMOUNT),
+    "checkpoint.in_memory": (0, COUNT),
     "checkpoint.keep_last": (0, COUNT),
     "parallel.bucket_mb": (0, AMOUNT),
     "parallel.shard_size": (1, COUNT),

@@ -295,7 +295,12 @@ class Checkpoint:
     """What survives the run, in the folder checkpoints/ of the run."""
 
     every: int = 0
-    """Steps between two checkpoints, and one at the end; 0: none. On SIGTERM one is always saved."""
+    """Steps between two checkpoints, and one at the end; 0: none. On SIGTERM and SIGUSR1 one is always saved."""
+    every_seconds: float | None = None
+    """Seconds between two checkpoints, by the first rank's clock, beside `every` or instead of it."""
+    in_memory: int = 0
+    """Steps between two copies of the state in host memory, which outlive the ranks and vanish with the run: with
+    --max-restarts a lost rank costs at most so many steps, and the disk hears nothing of it. 0: none."""
     keep_last: int = 3
     """How many to keep; 0: all."""
     keep_best: bool = False

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import UserError
+from lockstep.launch.restart import launch_id, restart_count
 from lockstep.layout.world import World, torch_backend
 from lockstep.words import counted
 
@@ -87,7 +88,7 @@ def join_world(
     check_backend(backend, torch_device)
     _init_process_group(backend, rank, size, timeout)
     sharing = -(-local_size // torch.cuda.device_count()) if torch_device.type == "cuda" else 1
-    yield World(rank, size, local_rank, torch_device, backend, sharing, timeout)
+    yield World(rank, size, local_rank, torch_device, backend, sharing, timeout, restart_count(), launch_id())
     # Not in a `finally`: a failing rank must report its error before its peers see the connection close,
     # or theirs ("connection closed by peer") would be reported as the first.
     dist.destroy_process_group()

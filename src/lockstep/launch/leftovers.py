@@ -10,12 +10,34 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from lockstep.launch.processes import has_ended
+from lockstep.launch.processes import has_ended, signature
 
 FOLDER_PREFIX = "lockstep-"
 SEMAPHORES = "semaphores-"
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORE = re.compile(r"sem\.mp-\w+")
+
+
+MEMORY = "LOCKSTEP_MEMORY"
+"""How our launcher tells its ranks where that is."""
+
+
+def in_memory() -> Path:
+    """A folder of the whole machine that no disk stands behind, where there is one."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def memory_of(process: str) -> Path:
+    """Where a launch keeps what outlives its ranks and not itself; it is made by whoever first writes there."""
+    return in_memory() / f"{FOLDER_PREFIX}{process}"
+
+
+def memory_home() -> Path | None:
+    """Of the launch that this rank belongs to: ours, or torchrun's agent. None: nobody would start the rank anew."""
+    ours = os.environ.get(MEMORY)
+    if ours is not None:
+        return Path(ours) if ours else None
+    return memory_of(signature(os.getppid())) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def note_semaphores(folder: str) -> None:
@@ -30,9 +52,13 @@ def note_semaphores(folder: str) -> None:
 
 def remove_leftovers() -> None:
     """Of launchers of this process namespace that are gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+    for folder in [f for home in (Path(tempfile.gettempdir()), in_memory()) for f in home.glob(f"{FOLDER_PREFIX}*")]:
         try:
-            if has_ended(folder.name.removeprefix(FOLDER_PREFIX)) and folder.stat().st_uid == os.getuid():
+            if (
+                folder.is_dir()
+                and has_ended(folder.name.removeprefix(FOLDER_PREFIX))
+                and folder.stat().st_uid == os.getuid()
+            ):
                 for note in folder.glob(f"{SEMAPHORES}*"):
                     for name in SEMAPHORE.findall(note.read_text()):
                         (SHARED_MEMORY / name).unlink(missing_ok=True)

@@ -24,9 +24,10 @@ def started(pid: int) -> str | None:
     return stat.rpartition(")")[2].split()[19]
 
 
-def signature() -> str:
-    """This process, in a form that the names of its files can carry."""
-    return f"{process_namespace()}-{os.getpid()}-{started(os.getpid())}"
+def signature(pid: int | None = None) -> str:
+    """This process, or that one, in a form that the names of its files can carry."""
+    pid = os.getpid() if pid is None else pid
+    return f"{process_namespace()}-{pid}-{started(pid)}"
 
 
 def has_ended(name: str) -> bool:

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import forkserver
 from typing import Any
 
@@ -33,6 +34,7 @@ from lockstep.launch.join import DeviceChoice, choose_device, join_world
 from lockstep.launch.leftovers import FOLDER_PREFIX, remove_leftovers
 from lockstep.launch.processes import signature
 from lockstep.launch.rank import StartMethod, ctrl_c_held_back, rank_main, unless_it_leaves
+from lockstep.launch.restart import with_restarts
 from lockstep.words import counted
 
 
@@ -63,12 +65,14 @@ def run_on_ranks(
     threads: int | None = None,
     start_method: StartMethod = "spawn",
     saves_when_stopped: bool = False,
+    max_restarts: int = 0,
 ) -> list[Any]:
     """Run `function(world, *args)` on every rank; return the results of this machine's ranks in rank order.
 
     Under torchrun or srun this process is one rank, and the list holds its own result only. `threads`: cores of each
     rank that we start; None: an equal part of the machine's, or what OMP_NUM_THREADS says. `start_method`: see
     `rank.py`. `saves_when_stopped`: Ctrl-C is left to the function, which ends in good order; a second one is not.
+    `max_restarts`: how often all ranks are started anew when one fails; the function must know where to go on.
     """
     if adopt_environment():
         size = int(os.environ["WORLD_SIZE"])
@@ -85,10 +89,12 @@ def run_on_ranks(
         print(f"{nproc} ranks on the CPU: there are fewer GPUs here (--share-gpu lets ranks share one)")
         launch = replace(launch, device="cpu")
     choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
-    if nproc == 1 and threads in (None, torch.get_num_threads()):
+    if nproc == 1 and not max_restarts and threads in (None, torch.get_num_threads()):
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
-    return _start_ranks(function, args, launch, nproc, threads, start_method, saves_when_stopped)
+    run_id = uuid.uuid4().hex
+    start = partial(_start_ranks, function, args, launch, nproc, threads, start_method, saves_when_stopped, run_id)
+    return with_restarts(start, max_restarts)
 
 
 RANKS_PER_CORE = 4
@@ -135,6 +141,7 @@ def _start_ranks(
     threads: int | None,
     start_method: StartMethod,
     saves_when_stopped: bool,
+    run_id: str,
 ) -> list[Any]:
     """One elastic agent, `nproc` ranks on loopback."""
     for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we tell the failure ourselves
@@ -157,11 +164,11 @@ def _start_ranks(
                 min_nodes=1,
                 max_nodes=1,
                 nproc_per_node=nproc,
-                run_id=uuid.uuid4().hex,
+                run_id=run_id,
                 rdzv_backend="c10d",
                 rdzv_endpoint="127.0.0.1:0",  # port 0: the system picks a free one
                 local_addr="127.0.0.1",
-                max_restarts=0,
+                max_restarts=0,  # ours: `restart.py`
                 monitor_interval=0.1,
                 logs_specs=DefaultLogsSpecs(log_dir=log_dir),
                 start_method=start_method,
@@ -190,13 +197,15 @@ def _start_server() -> None:
     forkserver.ensure_running()
 
 
-CTRL_C_PASSED_ON = signal.SIGUSR1
+CTRL_C_PASSED_ON = signal.SIGUSR2
 """Ctrl-C that came to this process; whoever saves knows it by that (`training/stopping.py`), others end."""
+TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to end in good order: SIGUSR1 is Slurm's word that the time limit is near (--signal=USR1@120)."""
 
 
 @contextmanager
 def _passing_on(saves_when_stopped: bool) -> Iterator[list[str]]:
-    """Hand SIGTERM to the ranks and go on waiting for them: training saves and returns, anything else ends.
+    """Hand SIGTERM and SIGUSR1 to the ranks and go on waiting for them: training saves and returns, others end.
 
     The agent's own way is to drop the ranks' results and to kill them after 30 s, which may cut a save short. Ctrl-C
     ends the ranks at once; or, where they save, it is like SIGTERM the first time, and the second ends them. Gives the
@@ -216,12 +225,10 @@ def _passing_on(saves_when_stopped: bool) -> Iterator[list[str]]:
         for rank in ranks:
             if at_once:
                 rank.kill()
-            elif number == signal.SIGINT and rank.pid is not None:  # a terminal has told the ranks too: not twice
-                os.kill(rank.pid, CTRL_C_PASSED_ON)
-            else:
-                rank.terminate()
+            elif rank.pid is not None:  # of Ctrl-C a terminal has told the ranks too: not twice
+                os.kill(rank.pid, CTRL_C_PASSED_ON if number == signal.SIGINT else number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, pass_on) for number in (*TO_STOP, signal.SIGINT)}
     try:
         yield received
     finally:

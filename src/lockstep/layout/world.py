@@ -19,6 +19,10 @@ class World:
     """More than one where ranks share a GPU."""
     timeout: float = 300.0
     """Seconds after which a rank that does not answer is an error."""
+    restarts: int = 0
+    """How often the ranks of this launch have been started anew."""
+    launch: str | None = None
+    """What these attempts have in common; None: there is only one."""
     group: dist.ProcessGroup | None = None
     """All ranks, by another backend than the world's own; None: by the world's own."""
 

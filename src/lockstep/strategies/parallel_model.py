@@ -77,6 +77,10 @@ class ParallelModel:
         """All ranks learn of it in the next step's result."""
         self.worker.stop_requested = True
 
+    def request_save(self) -> None:
+        """All ranks learn of it, once, in the next step's result."""
+        self.worker.save_requested = True
+
     @property
     def stop_requested(self) -> bool:
         return self.worker.stop_requested

@@ -20,7 +20,7 @@ class Totals:
     sums: Tensor
     """[sum of losses, correct predictions]"""
     counts: Tensor
-    """[targets, ranks that were asked to stop]; complete before the first backward."""
+    """[targets, ranks that were asked to stop, ranks that want a checkpoint]; complete before the first backward."""
     pending: Pending
     own_loss: Tensor
     """Sum over this rank's samples."""
@@ -56,6 +56,8 @@ class Numbers(NamedTuple):
     targets: float
     stops: float
     """Ranks that were asked to stop."""
+    saves: float
+    """Ranks that want a checkpoint."""
     grad_norm: float
 
 
@@ -80,8 +82,7 @@ class StepResult:
         if self._sent is not None:
             return Numbers(*self._sent.read())
         self.totals.pending.wait()
-        (loss_sum, correct), (targets, stops) = self.totals.sums.tolist(), self.totals.counts.tolist()
-        return Numbers(loss_sum, correct, targets, stops, float(self.grad_norm))
+        return Numbers._make([*self.totals.sums.tolist(), *self.totals.counts.tolist(), float(self.grad_norm)])
 
     @property
     def loss(self) -> float:
@@ -105,6 +106,11 @@ class StepResult:
         if self._sent is None:
             return bool(self.totals.counts[1] > 0)  # there before backward began; the loss may still be in flight
         return self.numbers().stops > 0
+
+    @property
+    def save(self) -> bool:
+        """Some rank wanted a checkpoint before this step began; all ranks know it at the same step."""
+        return bool(self.totals.counts[2] > 0) if self._sent is None else self.numbers().saves > 0
 
 
 @dataclass

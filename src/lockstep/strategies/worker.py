@@ -6,7 +6,7 @@ degree gives that loss, those gradients and those weights, also when shares and 
 everything is weighted by counts, never by ranks: with C targets in the global batch and n ranks whose gradients meet,
 each micro-batch's loss is its sum times n / C, and the mean over the ranks is the mean over the targets.
 
-What is sent besides gradients and parameters: the counts (16 bytes, issued before forward, waited for before the first
+What is sent besides gradients and parameters: the counts (24 bytes, issued before forward, waited for before the first
 backward), the loss (16 bytes, in flight during the last backward, waited for by whoever reads it), and the norm's
 squares (8 bytes) where ranks hold parts.
 """
@@ -62,6 +62,8 @@ class Worker:
         self.loss_scale = LossScale() if self.options.precision == "fp16" else None
         self.stop_requested = False
         """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
+        self.save_requested = False
+        """Likewise for a checkpoint, once."""
         self.gradients = Gradients(engine)
         self._fused: bool | None = None  # whether all ranks' optimizers are; asked at the first step
 
@@ -99,10 +101,12 @@ class Worker:
     def _begin(self, batch: Batch, around: Callable[[bool], AbstractContextManager[None]]) -> Step:
         batch = self.own_positions(batch.to(self.device, self.options.dtype))
         self.engine.zero_gradients()
-        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
+        counts = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.tells_counts:
             counts[0].fill_(batch.target_count())  # counts[0] = ... would copy from the host, and wait for the device
         counts[1].fill_(float(self.stop_requested))
+        counts[2].fill_(float(self.save_requested))
+        self.save_requested = False
         counting = all_reduce_async(counts, group=self.layout.norm, purpose="count")
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         totals = Totals(sums, counts, Pending(None), sums[0])

@@ -1,5 +1,6 @@
 """The training loop behind `lockstep train`: the same lines for every strategy and any number of ranks."""
 
+import shutil
 import time
 from collections import deque
 from contextlib import nullcontext
@@ -17,10 +18,12 @@ from lockstep.comm.ledger import mark
 from lockstep.config import Config, check_ranges, save_config
 from lockstep.data import DataSet, Reader
 from lockstep.errors import UserError
+from lockstep.launch.leftovers import memory_home
 from lockstep.layout.world import World
 from lockstep.results.record import Record
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.nonfinite import locate_nonfinite
+from lockstep.training.attempt import Attempt
 from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
 from lockstep.training.metrics import MetricsWriter, writing_to
 from lockstep.training.optimizer import learning_rate
@@ -42,14 +45,16 @@ def train(
     folder: Path | None = None,
     quiet: bool = False,
     resume: Path | None = None,
+    ended_in: tuple[int, ...] | None = None,
 ) -> TrainResult:
     """Train as the config says; rank 0 shows progress and writes metrics and the resolved config to `folder`.
 
     `resume`: a run's folder, or one checkpoint, to go on from. Nothing is written before that has succeeded.
+    `ended_in`: this goes on with an attempt of the same launch, of which these are the steps in which it ended.
     """
     check_ranges(config)
     with locked(world, folder) if folder is not None else nullcontext():
-        return _train(world, config, folder, quiet, resume)
+        return _train(world, config, folder, quiet, resume, ended_in)
 
 
 def train_in_folder(world: World, config: Config, run_dir: str | None, resume: str | None) -> TrainResult:
@@ -60,35 +65,59 @@ def train_in_folder(world: World, config: Config, run_dir: str | None, resume: s
             print(line)
         if resume == "auto" and chosen.source is None:
             print("--resume auto: there is no checkpoint to go on from; this run starts at the beginning")
-    result = train(world, config, chosen.folder, resume=chosen.source)
+    if chosen.batch_size is not None:
+        config.train.batch_size = chosen.batch_size
+    result = train(world, config, chosen.folder, resume=chosen.source, ended_in=chosen.ended_in)
     result.folder = chosen.folder
     return result
 
 
-def _train(world: World, config: Config, folder: Path | None, quiet: bool, resume: Path | None) -> TrainResult:
+def _train(
+    world: World,
+    config: Config,
+    folder: Path | None,
+    quiet: bool,
+    resume: Path | None,
+    ended_in: tuple[int, ...] | None,
+) -> TrainResult:
     dataset = load_data(world, config)
     strategy = prepare_strategy(world, config, dataset)
     torch.manual_seed(strategy.layout.seed(config.train.seed))
     saving = config.checkpoint
-    checkpoints = None
+    checkpoints = memory = None
     alone = world.size > 1 and strategy.layout.norm.size == 1  # ranks that do not wait for each other: one saves
     if folder is not None and (world.is_main or not alone):
         savers = World(device=world.device) if alone else world
         given = (savers, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
         checkpoints = Checkpoints(*given, parameters=strategy.parameters)
-        if saving.every or saving.keep_best:
+        if saving.in_memory and (home := memory_home()) is not None:
+            memory = Checkpoints(savers, home, keep_last=1, asynchronous=saving.asynchronous, group=checkpoints.group)
+        if saving.every or saving.every_seconds or saving.keep_best or memory is not None:
             checkpoints.get_ready()
-    run = Run(world, config, dataset, strategy, checkpoints, quiet or not world.is_main)
-    if resume is not None:
+    run = Run(world, config, dataset, strategy, checkpoints, quiet or not world.is_main, memory)
+    if ended_in is not None and folder is not None:
+        run.go_on(folder)
+    elif resume is not None:
         run.resume(resume)
     if world.is_main and folder is not None:
         with writing_to(folder):
             save_config(config, folder / CONFIG)
             Record("train", {"ranks": world.size}, asdict(config), title=folder.name).write(folder / "run.json")
-    with MetricsWriter(folder if world.is_main else None) as metrics, stopping_in_good_order(strategy) as signals:
+    run.attempt = Attempt(world, folder, list(ended_in or ()))
+    with (
+        MetricsWriter(folder if world.is_main else None, run.steps_done) as metrics,
+        stopping_in_good_order(strategy) as signals,
+        run.attempt.noted(),
+    ):
         run.tell.metrics = metrics
+        if ended_in is not None:
+            lost = max(0, ended_in[-1] - 1 - run.steps_done)
+            run.tell.record("restart", run.steps_done, {"restarts": world.restarts, "ranks": world.size, "lost": lost})
         result = run.train()
         result.stopped_by = (signals or ["SIGTERM"])[0] if result.stopped else ""
+        run.attempt.end("stopped" if result.stopped else "done")
+        if memory is not None and world.local_rank == 0:  # a launcher of ours would do it, torchrun would not
+            shutil.rmtree(memory.folder, ignore_errors=True)
         return result
 
 
@@ -126,10 +155,13 @@ class Run:
         strategy: ParallelModel,
         checkpoints: Checkpoints | None,
         quiet: bool,
+        memory: Checkpoints | None = None,
     ) -> None:
+        """`memory`: copies of the state that outlive the ranks, and no more than that."""
         self.world, self.config, self.dataset, self.strategy = world, config, dataset, strategy
         self.tell = Telling(world, config, dataset, strategy, quiet)
-        self.checkpoints, self.stopped = checkpoints, False
+        self.checkpoints, self.memory, self.stopped = checkpoints, memory, False
+        self.attempt: Attempt | None = None
         train = config.train
         share, workers = strategy.batch_share(), config.data.workers
         self.reader = Reader(dataset.train, train.batch_size, train.seed, share, workers)
@@ -150,6 +182,9 @@ class Run:
         """The last evaluation: after which step, loss, accuracy."""
         self.saved_at = -1
         """The step of the last checkpoint of this run."""
+        self.saved_when = time.monotonic()
+        self.save_due = False
+        """The first rank's clock has said so, and all ranks have heard it."""
         self.gave_up = False
 
     def train(self) -> TrainResult:
@@ -178,7 +213,8 @@ class Run:
             else:
                 test_loss, test_accuracy = self._evaluate(epoch)
         not_saved = None
-        if self.checkpoints is not None and (self.stopped or self.config.checkpoint.every):
+        saving = self.config.checkpoint
+        if self.checkpoints is not None and (self.stopped or saving.every or saving.every_seconds):
             self._save(wait=True)
             not_saved = self.checkpoints.failed
         elif self.checkpoints is not None and self.config.checkpoint.keep_best:
@@ -219,36 +255,84 @@ class Run:
     def _save(self, wait: bool = False) -> None:
         assert self.checkpoints is not None
         start = time.perf_counter()
+        if self.memory is not None:
+            self.memory.wait()  # they share a group, and what is sent in it must not mix
         if wait and self.saved_at == self.steps_done:
             self.checkpoints.wait()
         if not wait or self.saved_at != self.steps_done or self.checkpoints.failed is not None:
-            best = asdict(self.best) if isfinite(self.best.loss) else None
-            run = {"step": self.steps_done, **self._course(), "best": best}
-            keep = self.best.step if best is not None and self.config.checkpoint.keep_best else None
-            self.checkpoints.save(self.strategy, run, wait, best=keep)
-            self.saved_at = self.steps_done
+            keep = self.best.step if isfinite(self.best.loss) and self.config.checkpoint.keep_best else None
+            self.checkpoints.save(self.strategy, self._run_state(), wait, best=keep)
+            self.saved_at, self.saved_when, self.save_due = self.steps_done, time.monotonic(), False
         self.tell.was_away("saving", start)
         self._tell_problem()
 
+    def _run_state(self) -> dict[str, Any]:
+        """What is saved beside the tensors."""
+        best = asdict(self.best) if isfinite(self.best.loss) else None
+        return {"step": self.steps_done, **self._course(), "best": best}
+
+    def _save_if_due(self) -> None:
+        """After a step: to the disk by steps or seconds, else perhaps to memory."""
+        saving, step = self.config.checkpoint, self.steps_done
+        if self.stopped or step >= self.total_steps:
+            return
+        if (saving.every and step % saving.every == 0) or self.save_due:
+            self._save()
+        elif self.memory is not None and step % saving.in_memory == 0:
+            start = time.perf_counter()
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+            self.memory.save(self.strategy, self._run_state())
+            self.tell.was_away("saving", start)
+
+    def _watch_the_clock(self) -> None:
+        """Before a step: ranks' clocks differ, so the first one's decides, and the step tells the others."""
+        seconds = self.config.checkpoint.every_seconds
+        if seconds is not None and self.world.is_main and time.monotonic() - self.saved_when >= seconds:
+            self.strategy.request_save()
+            self.saved_when = time.monotonic()
+
     def _tell_problem(self) -> None:
-        if self.checkpoints is not None and self.checkpoints.problem is not None:
-            self.tell.warn(f"{self.checkpoints.problem}; training goes on")
-            self.tell.record("checkpoint", self.steps_done, {"problem": self.checkpoints.problem})
-            self.checkpoints.problem = None
+        for place in (self.checkpoints, self.memory):
+            if place is not None and place.problem is not None:
+                where = "" if place is self.checkpoints else "in memory: "
+                self.tell.warn(f"{where}{place.problem}; training goes on")
+                self.tell.record("checkpoint", self.steps_done, {"problem": where + place.problem})
+                place.problem = None
 
     def resume(self, source: Path) -> None:
         """Go on from a run's newest whole checkpoint, or from one checkpoint; every rank must call it."""
         one = source if (source / MANIFEST).exists() else None
         home = source.parent if one is not None else source / CHECKPOINTS
-        group = self.checkpoints.group if self.checkpoints is not None else None
-        reading = Checkpoints(self.world, home, group=group)
-        found, damage = reading.find(one)
-        for line in damage:
-            self.tell.warn(f"damaged, passed over: {line}")
+        found = self._find(home, one)
         if found is None:
             raise UserError(f"{home} has no whole checkpoint to go on from")
+        self._load(found)
+
+    def go_on(self, folder: Path) -> None:
+        """With an attempt of the same launch: from the newest whole state, in memory or on the disk; else from the
+        beginning. Every rank must call it.
+        """
+        homes = [folder / CHECKPOINTS, *([self.memory.folder] if self.memory is not None else [])]
+        found = [state for home in homes if (state := self._find(home)) is not None]
+        if found:
+            self._load(max(found, key=lambda state: state.name))  # step-00000120
+        else:
+            self.tell.say("no step was saved: this attempt starts at the beginning")
+
+    def _find(self, home: Path, one: Path | None = None) -> Path | None:
+        """The newest whole checkpoint there."""
+        found, damage = self._reading(home).find(one)
+        for line in damage:
+            self.tell.warn(f"damaged, passed over: {line}")
+        return found
+
+    def _reading(self, home: Path) -> Checkpoints:
+        return Checkpoints(self.world, home, group=self.checkpoints.group if self.checkpoints is not None else None)
+
+    def _load(self, found: Path) -> None:
         check_same_course(read_run(found), self._course(), found)
-        saved = reading.load(found, self.strategy)
+        saved = self._reading(found.parent).load(found, self.strategy)
         self.steps_done = self.resumed_at = int(saved["step"])
         self.best = best_of(saved)
         ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
@@ -267,6 +351,9 @@ class Run:
             data_seconds = time.perf_counter() - read_start
             lr = learning_rate(self.config.train, self.steps_done, self.total_steps)
             self.strategy.set_learning_rate(lr)
+            self._watch_the_clock()
+            if self.attempt is not None:
+                self.attempt.take(self.steps_done + 1)
             result = self.strategy.step(batch)
             end = mark(self.world.device)
             self.steps_done += 1
@@ -282,9 +369,7 @@ class Run:
                 if not self.stopped:
                     self._evaluate(epoch + 1)
                     self.strategy.model.train()
-            every = self.config.checkpoint.every
-            if every and self.steps_done % every == 0 and self.steps_done < self.total_steps and not self.stopped:
-                self._save()
+            self._save_if_due()
             self._tell_problem()
 
     def _look(self, leave: int = 0) -> None:
@@ -293,6 +378,7 @@ class Run:
             step = self.unseen.popleft()
             self._guard(step)
             self.stopped = self.stopped or step.result.stop
+            self.save_due = self.save_due or step.result.save
             self.tell.add(step)
             if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
                 self.tell.log(step)

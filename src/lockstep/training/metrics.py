@@ -1,4 +1,8 @@
-"""What a run reports: one record per logged step, to metrics.jsonl, to TensorBoard and to the progress bar."""
+"""What a run reports: one record per logged step, to metrics.jsonl, to TensorBoard and to the progress bar.
+
+No step stands there twice: a run that goes on from step 120 takes the records of later steps away, into a file of their
+own, because it will take those steps again.
+"""
 
 import json
 import sys
@@ -10,20 +14,47 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.results.whole import write_whole
+
+METRICS, SET_ASIDE = "metrics.jsonl", "metrics.superseded.jsonl"
+
+
+def set_aside(folder: Path, after: int) -> bool:
+    """Move records of steps beyond `after`, and what is no record, out of the metrics. Whether there were any."""
+    file = folder / METRICS
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
+    kept = [line for line in lines if (step := step_of(line)) is not None and step <= after]
+    if len(kept) == len(lines):
+        return False
+    with (folder / SET_ASIDE).open("a", encoding="utf-8") as aside:
+        aside.writelines(line if line.endswith("\n") else f"{line}\n" for line in lines if line not in set(kept))
+    write_whole(file, "".join(kept))
+    return True
+
+
+def step_of(line: str) -> int | None:
+    """Of a whole record; None for a line that a kill has cut off."""
+    try:
+        step = json.loads(line).get("step") if line.endswith("\n") else None
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 class MetricsWriter:
     """Appends records to `folder/metrics.jsonl` and TensorBoard event files. A None folder writes nothing."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, after: int = 0) -> None:
+        """`after`: the step that the run goes on from."""
         self._folder, self._file = folder, None
         self._board: Any = None
         if folder is not None:
             with writing_to(folder):
-                self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+                again = set_aside(folder, after)
+                self._file = (folder / METRICS).open("a", encoding="utf-8")
                 from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0's alone
 
-                self._board = SummaryWriter(str(folder))
+                self._board = SummaryWriter(str(folder), purge_step=after + 1 if again else None)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """A disk that fills up in the middle of a run costs the records, not the run."""

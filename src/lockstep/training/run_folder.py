@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.checkpoint.checkpoints import CHECKPOINTS
@@ -19,6 +19,7 @@ from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, load_config
 from lockstep.errors import UserError
 from lockstep.layout.world import World
+from lockstep.training.attempt import all_ends, read_status
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -33,6 +34,10 @@ class RunFolder:
     """A run's folder, or one checkpoint. None: it starts from the beginning."""
     passed_over: tuple[str, ...] = ()
     """Newer runs that do not fit this one, and why."""
+    ended_in: tuple[int, ...] | None = None
+    """Where this is another attempt of one launch: the steps in which the earlier ones ended."""
+    batch_size: int | None = None
+    """Of that launch's first attempt, which had other ranks perhaps. The global batch stays what it was."""
 
 
 def choose_folder(world: World, config: Config, run_dir: str | None, resume: str | None) -> RunFolder:
@@ -40,7 +45,7 @@ def choose_folder(world: World, config: Config, run_dir: str | None, resume: str
     chosen: RunFolder | str = ""
     if world.is_main:
         try:
-            chosen = _choose(config, run_dir, resume)
+            chosen = _attempted(world, config, run_dir) or _choose(config, run_dir, resume)
         except UserError as mistake:
             chosen = str(mistake)
         except OSError as error:
@@ -53,8 +58,35 @@ def choose_folder(world: World, config: Config, run_dir: str | None, resume: str
     return first
 
 
+def _attempted(world: World, config: Config, run_dir: str | None) -> RunFolder | None:
+    """The folder of this launch's earlier attempt, if there was one that took a step or came near it."""
+    if world.launch is None:
+        return None
+    runs = [Path(run_dir)] if run_dir else sorted(Path("runs").glob(f"*-{task_of(config)}-*"), reverse=True)
+    for run in runs:
+        status = read_status(run)
+        if status is None or status.launch != world.launch or status.state != "running":
+            continue
+        batch_size = load_config(run / CONFIG).train.batch_size if config.train.batch_per_rank is not None else None
+        train = replace(config.train, batch_size=batch_size or config.train.batch_size)
+        if _misfit(replace(config, train=train), run):
+            continue
+        ends = all_ends(run, status)
+        if len(ends) > 1 and ends[-1] == ends[-2]:
+            raise UserError(
+                f"two attempts in a row ended in step {ends[-1]}; another would too, so it is not started (go on with "
+                f"--resume {run} when the cause is mended)"
+            )
+        return RunFolder(run, run, (), tuple(ends), batch_size)
+    return None
+
+
+def task_of(config: Config) -> str:
+    return f"{config.model.name}-{config.data.name}"
+
+
 def _choose(config: Config, run_dir: str | None, resume: str | None) -> RunFolder:
-    task = f"{config.model.name}-{config.data.name}"
+    task = task_of(config)
     if resume is None:
         return RunFolder(Path(run_dir) if run_dir else _new_folder(config, task))
     if resume == "auto":

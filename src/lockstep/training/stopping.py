@@ -6,15 +6,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lockstep.launch.start import CTRL_C_PASSED_ON
+from lockstep.launch.start import CTRL_C_PASSED_ON, TO_STOP
 from lockstep.strategies import ParallelModel
 
-NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", CTRL_C_PASSED_ON: "Ctrl-C"}
+NAMES = {**{number: number.name for number in TO_STOP}, signal.SIGINT: "Ctrl-C", CTRL_C_PASSED_ON: "Ctrl-C"}
 
 
 @contextmanager
 def stopping_in_good_order(strategy: ParallelModel) -> Iterator[list[str]]:
-    """SIGTERM or Ctrl-C: the step is finished, all ranks agree to stop, and save. A second Ctrl-C ends at once.
+    """SIGTERM, SIGUSR1 or Ctrl-C: the step is finished, all ranks agree to stop, and save. A second Ctrl-C ends it.
 
     Gives the names of the signals that have come to this rank.
     """

@@ -12,6 +12,7 @@ from lockstep.config import Config
 from lockstep.config.own import imported, where_and_what
 from lockstep.data import Batch, DataSet
 from lockstep.errors import UserError
+from lockstep.launch.leftovers import memory_home
 from lockstep.layout.world import World
 from lockstep.measure.breakdown import step_breakdown
 from lockstep.measure.peak import peak_flops, slow_bf16
@@ -180,6 +181,8 @@ def makes_no_sense(config: Config, strategy: ParallelModel) -> list[str]:
             f"note: with parallel.data single each of the {layout.world.size} ranks trains all of it by itself; give "
             f"--parallel.data bucketed, or leave --nproc out"
         )
+    if config.checkpoint.in_memory and memory_home() is None:
+        found.append("note: nobody would use the copies of checkpoint.in_memory; give --max-restarts too")
     if batch < readers:
         found.append(
             f"note: a global batch of {batch} leaves {readers - batch} of {readers} ranks without a sample; raise "
