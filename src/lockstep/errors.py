@@ -19,3 +19,7 @@ class RankError(RuntimeError):
 
 class PeerError(RuntimeError):
     """Another rank died, did not answer in time, or called something else."""
+
+
+class HangError(RuntimeError):
+    """A collective did not end in time. The message says which rank did not come, and what each was doing."""

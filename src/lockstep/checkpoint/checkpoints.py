@@ -34,6 +34,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import manifest
 from lockstep.errors import UserError
+from lockstep.launch.calls import PATIENT
 from lockstep.layout import Held
 from lockstep.layout.world import World
 from lockstep.strategies.loss_scale import LossScale
@@ -83,7 +84,9 @@ class Checkpoints:
         self.world, self.folder, self.keep_last, self.asynchronous = world, folder, keep_last, asynchronous
         # A group of its own: writing goes on beside training, and must not come between training's collectives.
         self.group = group or (
-            dist.new_group(backend="gloo", timeout=patience(world, parameters)) if world.size > 1 else None
+            dist.new_group(backend="gloo", timeout=patience(world, parameters), group_desc=f"{PATIENT}checkpoints")
+            if world.size > 1
+            else None
         )
         self._saving: threading.Thread | None = None
         self.problem: str | None = None

@@ -17,7 +17,12 @@ def explain(error: ChildFailedError) -> Exception:
         if isinstance(details, dict):
             callstack = details.get("extraInfo", {}).get("py_callstack", "")
     kind, _, message = text.partition(": ")
-    told: type[Exception] | None = {"UserError": UserError, "DamagedError": UserError, "RankError": RankError}.get(kind)
+    told: type[Exception] | None = {
+        "UserError": UserError,
+        "DamagedError": UserError,
+        "RankError": RankError,
+        "HangError": RankError,
+    }.get(kind)
     if told is not None:
         known = told(message)
         known.__cause__ = RankError(f"on rank {rank}:\n{callstack}") if callstack else None  # --debug shows it

@@ -4,15 +4,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import UserError
+from lockstep.launch.calls import record_calls
 from lockstep.launch.restart import launch_id, restart_count
-from lockstep.layout.world import World, torch_backend
+from lockstep.launch.watch import watching
+from lockstep.layout.world import World, patience, torch_backend
 from lockstep.words import counted
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -88,7 +89,8 @@ def join_world(
     check_backend(backend, torch_device)
     _init_process_group(backend, rank, size, timeout)
     sharing = -(-local_size // torch.cuda.device_count()) if torch_device.type == "cuda" else 1
-    yield World(rank, size, local_rank, torch_device, backend, sharing, timeout, restart_count(), launch_id())
+    with watching(rank, size, timeout):
+        yield World(rank, size, local_rank, torch_device, backend, sharing, timeout, restart_count(), launch_id())
     # Not in a `finally`: a failing rank must report its error before its peers see the connection close,
     # or theirs ("connection closed by peer") would be reported as the first.
     dist.destroy_process_group()
@@ -117,8 +119,9 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> N
         if name not in os.environ:
             raise UserError(f"RANK is set but {name} is not; start the ranks with --nproc, torchrun or srun")
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    record_calls()
     try:
-        dist.init_process_group(torch_backend(backend), rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(torch_backend(backend), rank=rank, world_size=size, timeout=patience(timeout))
     except (dist.DistError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
         if "EADDRINUSE" in text or "in use" in text:

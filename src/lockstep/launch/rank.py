@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lockstep.errors import PeerError, RankError
+from lockstep.errors import HangError, PeerError, RankError
 from lockstep.launch.join import join_world
 from lockstep.launch.leftovers import note_semaphores
+from lockstep.launch.watch import current_watch
 
 if TYPE_CHECKING:
     from lockstep.launch.start import Launch
@@ -63,10 +64,21 @@ def rank_main(
     except BaseException as error:  # whatever it is: a test's failure is no Exception
         # Into its file, for the launcher, who shows the first failure; and not to the screen, where the cause would
         # drown in what the other ranks say about it.
-        get_error_handler().record_exception(error)
+        get_error_handler().record_exception(explained(error))
         if blames_another(error):
             time.sleep(LET_THE_CAUSE_COME_FIRST)
         sys.exit(1)
+
+
+def explained(error: BaseException) -> BaseException:
+    """Where it is about a rank that did not answer in time: what all ranks were doing, if that can be found out."""
+    watch = current_watch()
+    said = watch.explain_timeout() if watch is not None and is_timeout(error) else None
+    return error if said is None else HangError(f"the ranks hung: {said}")
+
+
+def is_timeout(error: BaseException) -> bool:
+    return "did not answer within" in str(error) or "imed out" in str(error)
 
 
 LET_THE_CAUSE_COME_FIRST = 0.5

@@ -61,17 +61,30 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGro
 
 
 def shared_group(
-    ranks: Sequence[int], backend: str, timeout: timedelta | None = None, lane: str = "", options: Any = None
+    ranks: Sequence[int],
+    backend: str,
+    timeout: timedelta | None = None,
+    lane: str = "",
+    options: Any = None,
+    description: str | None = None,
 ) -> dist.ProcessGroup:
     """torch's group of these ranks, made once and shared by all who ask for it; its members ask in the same order.
 
     A communicator costs memory, and on a GPU a stream of which only so many are independent of each other: models that
     are measured in turns must not each have their own. `lane`: groups whose messages must not wait for each other.
+    `description`: the axes, for whoever explains a hang.
     """
     world = dist.group.WORLD
     assert world is not None, "ranks have been started"
     made, key = _made.setdefault(world, {}), (tuple(ranks), backend, timeout, lane)
     if key not in made:
         # Other ranks of a larger world know nothing of this group.
-        made[key] = dist.new_group(list(ranks), timeout, backend, pg_options=options, use_local_synchronization=True)
+        made[key] = dist.new_group(
+            list(ranks),
+            timeout,
+            backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=description or lane or None,
+        )
     return made[key]

@@ -15,7 +15,6 @@ A group joins the ranks that differ in some axes only:
     norm       all                          whose squares make the gradient's norm
 """
 
-from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -68,12 +67,12 @@ class Layout:
             return ALONE
         ranks = self._ranks(axes)
         whole = self.world.group or dist.group.WORLD  # by the backend that this world has chosen, or the first one
-        made = whole if len(ranks) == self.world.size else self._new_group(ranks)
+        made = whole if len(ranks) == self.world.size else self._new_group(ranks, " x ".join(axes))
         assert made is not None
         return Group(" x ".join(axes), ranks.index(self.world.rank), len(ranks), made)
 
-    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        return shared_group(ranks, torch_backend(self.world.backend), timedelta(seconds=self.world.timeout))
+    def _new_group(self, ranks: list[int], axes: str = "alone") -> dist.ProcessGroup:
+        return shared_group(ranks, torch_backend(self.world.backend), self.world.patience, description=axes)
 
     def _ranks(self, axes: tuple[str, ...]) -> list[int]:
         """Numbers of the ranks that have this rank's coordinates but in these axes."""

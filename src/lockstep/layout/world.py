@@ -1,6 +1,7 @@
 """Where this process stands among the ranks: its numbers and its device."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,22 @@ class World:
     """All ranks, by another backend than the world's own; None: by the world's own."""
 
     @property
+    def patience(self) -> timedelta:
+        """What torch's groups are given."""
+        return patience(self.timeout)
+
+    @property
     def is_main(self) -> bool:
         """Rank 0 prints, draws progress and writes files."""
         return self.rank == 0
+
+
+MARGIN = 5.0
+"""Seconds by which torch's own time-out is longer than ours, which explains a hang before torch's would end it."""
+
+
+def patience(timeout: float) -> timedelta:
+    return timedelta(seconds=timeout + MARGIN)
 
 
 def torch_backend(name: str) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.config import GPT, Config, Own
 from lockstep.data import DataSet, DataSpec, Streamed, build_data, first_of
 from lockstep.errors import UserError
+from lockstep.launch.calls import PATIENT
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config
 from lockstep.models import build_model, check_outputs, is_others, training_flops
@@ -51,7 +52,7 @@ def load_data(world: World, config: Config) -> DataSet:
     """
     if world.size == 1:
         return build_data(config, world.device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6), group_desc=f"{PATIENT}data")
     turn = 0 if world.is_main else 1 if world.local_rank == 0 else 2
     dataset = None
     for current in range(3):

@@ -92,6 +92,8 @@ class Board:
         self._titles = memoryview(segment.memory)[start : start + TITLE.size * self.size * DEPTH]
         self._title = TITLE.pack(0, 0, 0, 0, 0, 0, 0, 0)
         self._calls = 0
+        self.waits_for: int | None = None
+        """A rank that has not shown, or not released, what the call in progress needs."""
         self.details = NO_DETAILS
         """Of the call that begins next."""
         self._cells = [[Cell(cell) for cell in row] for row in cells]
@@ -127,7 +129,7 @@ class Board:
         """The next of this rank's cells, free to be written."""
         for address, peer in self._released:
             if try_wait(address):
-                semaphore.wait(address, peer, self.timeout, self._lane.beside)
+                self._wait(address, peer)
         return self._cells[self.rank][self._written % DEPTH]
 
     def show(self) -> None:
@@ -141,7 +143,7 @@ class Board:
     def look(self, writer: int) -> Cell:
         """The writer's next cell, once it is shown."""
         if try_wait(self._shown[writer]):
-            semaphore.wait(self._shown[writer], self.peers[writer], self.timeout, self._lane.beside)
+            self._wait(self._shown[writer], self.peers[writer])
         slot = self._read[writer] % DEPTH
         start = (writer * DEPTH + slot) * TITLE.size
         if self._titles[start : start + TITLE.size] != self._title:
@@ -152,10 +154,20 @@ class Board:
             )
         return self._cells[writer][slot]
 
+    def _wait(self, address: int, peer: semaphore.Peer) -> None:
+        self.waits_for = peer.rank
+        semaphore.wait(address, peer, self.timeout, self._lane.beside)
+        self.waits_for = None
+
     def release(self, writer: int) -> None:
         """Done with the cell looked at last."""
         self._read[writer] += 1
         post(self._to_release[writer])
+
+    @property
+    def last_call(self) -> tuple[int, str]:
+        """Its number, and what it is."""
+        return self._calls, _what(self._title)
 
 
 TITLE = struct.Struct("<qqqqhhhh")
@@ -176,12 +188,17 @@ OPERATIONS = {name: number for number, name in enumerate(_OPERATIONS)}
 DTYPES = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
+def _what(title: bytes) -> str:
+    _, nbytes, _, _, operation, dtype, _, _ = TITLE.unpack(title)
+    kind = _DTYPES[dtype]
+    return f"{_OPERATIONS[operation]} of {nbytes // kind.itemsize} {str(kind).removeprefix('torch.')}"
+
+
 def _in_words(title: bytes, other: bytes) -> str:
     """What a title says: always what was called, and what of the rest differs from the other title."""
-    number, nbytes, layout, buffer, operation, dtype, reduction, root = TITLE.unpack(title)
+    number, _, layout, buffer, _, _, reduction, root = TITLE.unpack(title)
     theirs = TITLE.unpack(other)
-    kind = _DTYPES[dtype]
-    words = f"{_OPERATIONS[operation]} of {nbytes // kind.itemsize} {str(kind).removeprefix('torch.')} elements"
+    words = f"{_what(title)} elements"
     if reduction != theirs[6]:
         words += f" by {REDUCTIONS[reduction] or 'no reduction'}"
     if root != theirs[7]:

@@ -27,6 +27,7 @@ from lockstep.comm.shm.meeting import Meeting
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.shared import SharedTensors, shared_bytes
 from lockstep.errors import UserError
+from lockstep.launch.calls import Call, called, groups_by_name, sources
 
 
 class ShmGroup(dist.ProcessGroup):
@@ -34,7 +35,7 @@ class ShmGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         super().__init__(rank, size)
-        self._rank, self._size, self._name = rank, size, name
+        self._rank, self._size, self._name, self._description = rank, size, name, called("default_pg")
         self._collectives = Lane(f"shm group {name}")
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
@@ -42,6 +43,8 @@ class ShmGroup(dist.ProcessGroup):
         self._shared = SharedTensors()
         self._meeting = Meeting(store, rank, size, timeout.total_seconds())
         self._board: Board | None = self._open_board()
+        if size > 1:
+            sources.add(self)
 
     def _open_board(self) -> Board:
         meeting = self._meeting
@@ -65,6 +68,17 @@ class ShmGroup(dist.ProcessGroup):
         self._meeting.forget(segment)
         return self._shared.add(segment, self._rank, self._size, length, dtype)
 
+    def calls(self) -> list[Call]:
+        """The last collective, and the messages that somebody waits for."""
+        ranks, found = groups_by_name().get(self._name, tuple(range(self._size))), []
+        if self._board is not None and self._board.last_call[0]:
+            (number, what), peer = self._board.last_call, self._board.waits_for
+            waits_for = None if peer is None else ranks[peer]
+            found.append(Call(self._description, ranks, number, what, peer is None, waits_for))
+        waiting = [(f"send to rank {ranks[to]}", to) for to, box in self._outboxes.items() if box.waits]
+        waiting += [(f"receive from rank {ranks[at]}", at) for at, box in self._inboxes.items() if box.waits]
+        return found + [Call(self._description, ranks, 0, what, False, ranks[peer]) for what, peer in waiting]
+
     # ---- what torch asks of a group ---------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -82,10 +96,10 @@ class ShmGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        return self._name
+        return self._description
 
     def _set_group_desc(self, description: str) -> None:
-        pass
+        self._description = called(description)
 
     def set_timeout(self, timeout: timedelta) -> None:
         waiting: list[Meeting | Board | Mailbox | None] = [self._meeting, self._board]

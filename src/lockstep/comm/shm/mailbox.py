@@ -54,6 +54,7 @@ class Mailbox:
         cells = memory[2 * semaphore.SIZE :].view(DEPTH, HEADER_BYTES + CELL_BYTES)
         self._cells = [Cell(cell) for cell in cells]
         self._turn = 0
+        self.waits = False
 
     def initialize(self) -> None:
         semaphore.initialize(self._filled, 0)
@@ -63,7 +64,7 @@ class Mailbox:
         """Returns once the whole message is in shared memory."""
         source, left = flat.data_ptr(), flat.nbytes
         while True:
-            semaphore.wait(self._free, self.peer, self.timeout, beside=False)
+            self._wait(self._free)
             cell = self._cells[self._turn % DEPTH]
             if left == flat.nbytes:
                 header = Header(tag, flat.nbytes, DTYPES[dtype])
@@ -78,7 +79,7 @@ class Mailbox:
 
     def peek(self) -> tuple[int, int, torch.dtype]:
         """Wait for the next message; its tag, length and dtype. `take` must follow."""
-        semaphore.wait(self._filled, self.peer, self.timeout, beside=False)
+        self._wait(self._filled)
         tag, nbytes, dtype = Header.from_address(self._cells[self._turn % DEPTH].address)
         return tag, nbytes, DTYPE_OF[dtype]
 
@@ -92,7 +93,12 @@ class Mailbox:
             target, left = target + length, left - length
             if left == 0:
                 return
-            semaphore.wait(self._filled, self.peer, self.timeout, beside=False)
+            self._wait(self._filled)
+
+    def _wait(self, address: int) -> None:
+        self.waits = True
+        semaphore.wait(address, self.peer, self.timeout, beside=False)
+        self.waits = False
 
 
 class Outbox:
@@ -108,6 +114,11 @@ class Outbox:
             self.mailbox.send(flat, tag, result[0].dtype)
 
         return self.lane.submit(run, result)
+
+    @property
+    def waits(self) -> bool:
+        """A message does not get rid of itself: the receiver has not taken the last ones."""
+        return self.mailbox is not None and self.mailbox.waits
 
 
 class Inbox:
@@ -131,6 +142,11 @@ class Inbox:
             work = LaneWork(self.lane, self._deliver, result)
             self._asked.setdefault(tag, deque()).append(Receive(flat, result[0].dtype, work))
         return self.lane.enqueue(work)  # as many deliveries are queued as receives are open, in whatever order
+
+    @property
+    def waits(self) -> bool:
+        """A receive is open."""
+        return any(self._asked.values())
 
     def _deliver(self) -> LaneWork | None:
         """Take messages until one is wanted; the receive that it completes."""

@@ -1,0 +1,106 @@
+"""The last call of each group on this rank, over or not: what a hang is explained by.
+
+Of gloo's and NCCL's groups torch's flight recorder knows it; a backend of our own tells it itself (`sources`).
+"""
+
+import json
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+RECORDED = {"TORCH_FR_BUFFER_SIZE": "64"}
+"""Calls that the recorder keeps: enough to have the last one of each group."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, or a message, as one rank sees it."""
+
+    group: str
+    """The axes that it spans, or torch's name for it."""
+    ranks: tuple[int, ...]
+    """Of the group, in the world's numbering."""
+    number: int
+    """Among the collectives of its group, counted from the first; 0: a message, which has none."""
+    what: str
+    """all_reduce of 1,024 float32"""
+    over: bool
+    waits_for: int | None = None
+    """The rank, where this one knows it."""
+
+    @property
+    def words(self) -> str:
+        number = f"call {self.number}, " if self.number else ""
+        return f"{self.what} ({number}{self.group}: ranks {', '.join(map(str, self.ranks))})"
+
+
+class Source(Protocol):
+    """A group that tells its calls itself."""
+
+    def calls(self) -> list[Call]: ...
+
+
+sources: "weakref.WeakSet[Any]" = weakref.WeakSet()
+PATIENT = "patient: "
+"""Groups whose description begins so may wait for long: for a disk, or a download."""
+
+
+def called(description: str) -> str:
+    """A group in the words of the layout, which describes its groups by their axes."""
+    return {"default_pg": "world", "": "world"}.get(description, description.removeprefix("mesh_"))
+
+
+def record_calls() -> None:
+    """Before the first group is made."""
+    for name, value in RECORDED.items():
+        os.environ.setdefault(name, value)
+
+
+def elements(shape: list[list[int]], dtypes: list[str]) -> str:
+    total = 0
+    for sizes in shape:
+        length = 1
+        for size in sizes:
+            length *= size
+        total += length
+    kind = dtypes[0].lower() if dtypes else ""
+    return f"{total:,} {TORCH_NAMES.get(kind, kind)}".rstrip()
+
+
+TORCH_NAMES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32"}
+
+
+def recorded() -> list[Call]:
+    """Of gloo's and NCCL's groups, by the flight recorder."""
+    from torch._C import _distributed_c10d as c10d  # the only door to it
+
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:  # a torch without it: the stack has to say it all
+        return []
+    last: dict[str, dict[str, Any]] = {}
+    for entry in json.loads(dump(True, False)).get("entries", ()):
+        last[entry["process_group"][0]] = entry  # oldest first
+    members = groups_by_name()
+    found = []
+    for name, entry in last.items():
+        operation = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+        what = f"{operation} of {elements(entry['input_sizes'], entry['input_dtypes'])}"
+        over = bool(entry.get("retired")) or entry.get("state") == "completed"
+        group = called(entry["process_group"][1])
+        found.append(Call(group, members.get(name, ()), int(entry["collective_seq_id"]), what, over))
+    return found
+
+
+def groups_by_name() -> dict[str, tuple[int, ...]]:
+    """Torch's groups that this rank is in, with their ranks."""
+    known = getattr(dist.distributed_c10d, "_world", None)  # private, and asked in this place alone
+    names: dict[Any, str] = getattr(known, "pg_names", {})
+    return {name: tuple(dist.get_process_group_ranks(group)) for group, name in names.items()}
+
+
+def last_calls() -> list[Call]:
+    """Of every group that this rank has called something in."""
+    return [*(call for source in list(sources) for call in source.calls()), *recorded()]

@@ -1,0 +1,158 @@
+"""What the ranks were doing when they hung, and who is to blame for it: one line first, then every rank's own."""
+
+import json
+import os
+import platform
+import sys
+import threading
+import traceback
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lockstep.launch.calls import Call, last_calls
+
+FRAMES = 6
+BENEATH = ("/lockstep/comm/", "/torch/", "/threading.py", "/contextlib.py", "<frozen ")
+
+
+@dataclass
+class Situation:
+    """Of one rank, by itself."""
+
+    rank: int
+    host: str
+    pid: int
+    calls: list[Call] = field(default_factory=list)
+    stack: list[str] = field(default_factory=list)
+    """Of the main thread, innermost last: file:line function."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Situation":
+        values = json.loads(text)
+        calls = [Call(**{**call, "ranks": tuple(call["ranks"])}) for call in values.pop("calls")]
+        return cls(**values, calls=calls)
+
+    @property
+    def pending(self) -> list[Call]:
+        return [call for call in self.calls if not call.over]
+
+    def last_in(self, group: str, ranks: tuple[int, ...]) -> Call | None:
+        return next((c for c in self.calls if (c.group, c.ranks) == (group, ranks) and c.number), None)
+
+
+def own_situation(rank: int) -> Situation:
+    """Of this process, as it is now; asked from another thread than its main one."""
+    return Situation(rank, platform.node(), os.getpid(), last_calls(), main_stack())
+
+
+def main_stack() -> list[str]:
+    """The innermost frames that are not about how a collective waits."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [] if frame is None else traceback.extract_stack(frame)
+    telling = [f for f in frames if not any(part in f.filename for part in BENEATH)]
+    return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in telling[-FRAMES:]]
+
+
+# ---- who is to blame -------------------------------------------------------------------------------------------
+
+
+def verdict(found: dict[int, Situation], silent: dict[int, str]) -> str:
+    """One line. `silent`: ranks that did not answer, and what became of their processes."""
+    if silent:
+        return f"{_ranks(silent)} did not answer: {'; '.join(silent.values())}" + _who_waits(found, set(silent))
+    for call in _open(found):
+        if call.number:
+            line = _in_step(call, found)
+            if line is not None:
+                return line
+    for rank, situation in sorted(found.items()):
+        for call in situation.pending:
+            if call.waits_for in found and not found[call.waits_for].pending:
+                return f"rank {call.waits_for} did not come to what rank {rank} waits for: {call.words}" + _where(
+                    found[call.waits_for]
+                )
+    waiting = sorted(rank for rank, situation in found.items() if situation.pending)
+    if waiting:
+        return (
+            f"{_ranks(waiting)} {'wait' if len(waiting) > 1 else 'waits'} though every rank came: what they send does "
+            f"not arrive, or they wait for each other in a circle (lockstep doctor tries the connections)"
+        )
+    return "no rank waits for another one now"
+
+
+def _in_step(call: Call, found: dict[int, Situation]) -> str | None:
+    """What is wrong with a collective that does not end: somebody called something else in its place, or nothing."""
+    theirs = {r: found[r].last_in(call.group, call.ranks) for r in call.ranks if r in found}
+    behind = sorted(r for r, last in theirs.items() if last is None or last.number < call.number)
+    same = {r: last.what for r, last in theirs.items() if last is not None and last.number == call.number}
+    if len(set(same.values())) > 1:
+        most = Counter(same.values()).most_common(1)[0][0]
+        odd = sorted(r for r, what in same.items() if what != most)
+        rest = sorted(set(same) - set(odd))
+        return (
+            f"{_ranks(odd)} called {same[odd[0]]}, and {_ranks(rest)} {most}, as call {call.number} of {call.group}: "
+            f"ranks must make the same calls in the same order"
+        )
+    if behind:
+        return f"{_ranks(behind)} did not come to {call.words}" + _where(found[behind[0]])
+    return None
+
+
+def _open(found: dict[int, Situation]) -> list[Call]:
+    """Calls that do not end; the one that most ranks wait in first."""
+    calls = [call for situation in found.values() for call in situation.pending]
+    return [call for call, _ in Counter(calls).most_common()]
+
+
+def _where(situation: Situation) -> str:
+    pending = situation.pending
+    if pending:
+        return f"; it waits in {pending[0].words}"
+    return f"; it is at {situation.stack[-1]}" if situation.stack else ""
+
+
+def _who_waits(found: dict[int, Situation], silent: set[int]) -> str:
+    for rank, situation in sorted(found.items()):
+        for call in situation.pending:
+            if silent & {*call.ranks, call.waits_for}:
+                return f"; rank {rank} waits in {call.words}"
+    return ""
+
+
+def _ranks(ranks: "dict[int, str] | list[int]") -> str:
+    numbers = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+def report(found: dict[int, Situation], silent: dict[int, str]) -> str:
+    """The verdict, and beneath it what every rank was doing."""
+    lines = [verdict(found, silent)]
+    for rank in sorted({*found, *silent}):
+        if rank in silent:
+            lines.append(f"  rank {rank}: no answer; {silent[rank]}")
+            continue
+        situation = found[rank]
+        doing = "; ".join(
+            f"in {call.words}" + (f", waiting for rank {call.waits_for}" if call.waits_for is not None else "")
+            for call in situation.pending
+        )
+        lines.append(f"  rank {rank} (process {situation.pid} on {situation.host}): {doing or 'in no collective'}")
+        lines += [f"      {frame}" for frame in situation.stack]
+    return "\n".join(lines)
+
+
+def state_of(host: str, pid: int) -> str:
+    """What the system says of another rank's process, where it is on this machine."""
+    if host != platform.node():
+        return f"process {pid} on {host}"
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return f"process {pid} on {host} is gone"
+    known = {"T": "is stopped (SIGSTOP; kill -CONT lets it go on)", "t": "is stopped by a debugger", "Z": "has ended"}
+    known["D"] = "waits for the disk or a device (state D)"
+    return f"process {pid} on {host} {known.get(state, f'is there (state {state}), and does not react')}"

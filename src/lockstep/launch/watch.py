@@ -1,0 +1,217 @@
+"""A thread of each rank that watches over its calls, and tells what all ranks are doing when one of them hangs.
+
+The ranks speak through torch's store, because the groups are what hangs:
+
+1. a rank finds a call of its own that has not ended within --timeout, or is asked (SIGQUIT), and writes `look`
+2. every rank's thread sees that, and writes what its rank is doing
+3. a moment later all read what is there; the lowest rank that has answered tells it
+4. after a hang every rank ends; one that did not answer is ended by its launcher
+
+The thread needs the interpreter only for an instant each time: a main thread that waits in C++ does not keep it away.
+"""
+
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from lockstep.errors import HangError
+from lockstep.launch.calls import PATIENT, Call, last_calls
+from lockstep.launch.restart import RESTARTS
+from lockstep.launch.situation import Situation, own_situation, report, state_of
+
+LOOK_EVERY = 0.2
+ANSWERS_WITHIN = 0.6
+"""Seconds that ranks have to say what they are doing: two looks, and some more."""
+LET_OTHERS_END = 0.4
+
+
+class Watch:
+    """Of one rank."""
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._store = self._connect()
+        self._seen = self._token()
+        self._since: dict[tuple[str, tuple[int, ...], int, str], float] = {}
+        """Since when we know of a call that has not ended, by a clock that nobody sets."""
+        self._asked, self._over = threading.Event(), threading.Event()
+        self._telling = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="lockstep watch", daemon=True)
+
+    def _connect(self) -> dist.Store:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout))
+        prefixed = dist.PrefixStore("lockstep/watch", store)
+        prefixed.set(f"process/{self.rank}", f"{platform.node()} {os.getpid()}")
+        return prefixed
+
+    def _token(self) -> str:
+        return self._store.get("look").decode() if self._store.check(["look"]) else ""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join(5)
+
+    def ask(self) -> None:
+        """Tell what all ranks are doing, and let them go on."""
+        self._asked.set()
+
+    # ---- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_EVERY):
+            try:
+                hanging = self._hangs()
+                if hanging or self._asked.is_set():
+                    self._asked.clear()
+                    self._answer(self._begun("hang" if hanging else "asked"))
+                elif (token := self._token()) != self._seen:
+                    self._answer(token)
+            except (dist.DistError, RuntimeError):  # the store is gone, and with it the run: others say why
+                return
+
+    def _hangs(self) -> bool:
+        """Whether a call has been open for too long."""
+        now = time.monotonic()
+        pending = {key(call) for call in last_calls() if not call.over and not call.group.startswith(PATIENT)}
+        self._since = {k: self._since.get(k, now) for k in pending}
+        return any(now - since >= self.timeout for since in self._since.values())
+
+    def _begun(self, why: str) -> str:
+        """Ours, or that of a rank that was quicker: all must answer the same one."""
+        return self._store.compare_set("look", self._seen, f"{why}-{self.rank}-{time.time_ns()}").decode()
+
+    def _answer(self, token: str) -> None:
+        said = self.told(token)
+        if token.startswith("hang"):
+            end_with(said)
+        elif said is not None:
+            print(said, file=sys.stderr, flush=True)
+
+    # ---- what is told ----------------------------------------------------------------------------------------
+
+    def told(self, token: str) -> str | None:
+        """The report, if it is this rank's to tell it."""
+        with self._telling:
+            self._seen = token
+            self._store.set(f"{token}/{self.rank}", own_situation(self.rank).to_json())
+            deadline = time.monotonic() + ANSWERS_WITHIN
+            everyone = [f"{token}/{rank}" for rank in range(self.size)]
+            while time.monotonic() < deadline and not self._store.check(everyone):
+                time.sleep(0.02)
+            answered = [rank for rank, at in enumerate(everyone) if self._store.check([at])]
+            silent = {rank: self._process_of(rank) for rank in range(self.size) if rank not in answered}
+            if token.startswith("hang"):
+                self._end_silent(silent, answered)
+            if answered[0] != self.rank:
+                return None
+            found = {rank: Situation.from_json(self._store.get(everyone[rank]).decode()) for rank in answered}
+            return report(found, {rank: state_of(*process) for rank, process in silent.items()})
+
+    def _process_of(self, rank: int) -> tuple[str, int]:
+        host, pid = self._store.get(f"process/{rank}").decode().split()
+        return host, int(pid)
+
+    def _end_silent(self, silent: dict[int, tuple[str, int]], answered: list[int]) -> None:
+        """A process that is stopped does not end when it is asked to, and whoever started it waits for it for half a
+        minute. The first rank of its machine that has answered sees to it, when all others have ended.
+        """
+        here = platform.node()
+        if self.rank != next(rank for rank in answered if self._process_of(rank)[0] == here):
+            return
+        for host, pid in silent.values():
+            if host == here and psutil.pid_exists(pid) and psutil.Process(pid).ppid() == os.getppid():
+                command = ["sh", "-c", f"sleep {LET_OTHERS_END}; kill -9 {pid}"]
+                subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+
+    def explain_timeout(self) -> str | None:
+        """What a rank, whose backend has lost patience first, tells instead of the backend's words."""
+        try:
+            return self.told(self._begun("hang"))
+        except (dist.DistError, RuntimeError):
+            return None
+
+
+def key(call: Call) -> tuple[str, tuple[int, ...], int, str]:
+    return call.group, call.ranks, call.number, call.what
+
+
+def end_with(said: str | None) -> None:
+    """End this process; its main thread cannot. The one that has something to say ends first."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if said is None:
+        time.sleep(LET_OTHERS_END / 2)
+        said = "another rank tells why"
+    elif RESTARTS not in os.environ:  # nobody shows what we record
+        print(f"error: the ranks hung: {said}", file=sys.stderr, flush=True)
+    get_error_handler().record_exception(HangError(f"the ranks hung: {said}"))
+    os._exit(1)
+
+
+_current: Watch | None = None
+
+
+def current_watch() -> Watch | None:
+    return _current
+
+
+@contextmanager
+def watching(rank: int, size: int, timeout: float) -> Iterator[None]:
+    """While this rank is one of several."""
+    global _current
+    try:
+        watch = Watch(rank, size, timeout)
+    except (dist.DistError, RuntimeError):  # a store that takes no second connection
+        yield
+        return
+    _current = watch
+    watch.start()
+    with answering_sigquit(watch):
+        yield
+    watch.end()
+    _current = None
+
+
+@contextmanager
+def answering_sigquit(watch: Watch) -> Iterator[None]:
+    """Python runs a signal's handler when the main thread next runs Python, which one that hangs never does. But the
+    signal's number goes into a socket at once, and a thread that reads from it hears of it.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGQUIT"):
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.signal(signal.SIGQUIT, lambda *_: None)
+    old = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while numbers := ours.recv(64):
+            if signal.SIGQUIT in numbers:
+                watch.ask()
+
+    thread = threading.Thread(target=listen, name="lockstep SIGQUIT", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(old)
+        signal.signal(signal.SIGQUIT, before)
+        theirs.close()
+        thread.join(5)
+        ours.close()

@@ -1,0 +1,157 @@
+"""Ranks that hang: who is to blame, what everybody was doing, and that all of them end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import RankError
+from lockstep.launch import Launch, run_on_ranks
+from lockstep.launch.calls import Call
+from lockstep.launch.situation import Situation, report, verdict
+from lockstep.layout.world import World
+from lockstep.training.attempt import read_status, step_in_progress
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are stopped and looked at as Linux does")
+
+WORLD = (0, 1, 2)
+
+
+def waits(number: int, what: str, over: bool = False, ranks: tuple[int, ...] = WORLD, group: str = "world") -> Call:
+    return Call(group, ranks, number, what, over)
+
+
+def at(rank: int, *calls: Call, stack: str = "loop.py:1 train") -> Situation:
+    return Situation(rank, "here", 100 + rank, list(calls), [stack])
+
+
+ONE, OTHER = "all_reduce of 1,024 float32", "reduce_scatter of 2,048 float32"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        pytest.param(
+            [at(0, waits(7, ONE)), at(1, waits(6, ONE, over=True), stack="data.py:9 read"), at(2, waits(7, ONE))],
+            "rank 1 did not come to all_reduce of 1,024 float32 (call 7, world: ranks 0, 1, 2); it is at data.py:9 "
+            "read",
+            id="one is behind",
+        ),
+        pytest.param(
+            [at(0, waits(7, ONE)), at(1, waits(7, ONE)), at(2, waits(7, OTHER))],
+            "rank 2 called reduce_scatter of 2,048 float32, and ranks 0, 1 all_reduce of 1,024 float32, as call 7 of "
+            "world: ranks must make the same calls in the same order",
+            id="one calls something else",
+        ),
+        pytest.param(
+            [
+                at(0, waits(7, ONE, ranks=(0, 1), group="tp"), waits(3, ONE, over=True)),
+                at(1, waits(6, ONE, over=True, ranks=(0, 1), group="tp"), waits(4, OTHER)),
+                at(2, waits(4, OTHER)),
+            ],
+            "rank 0 did not come to reduce_scatter of 2,048 float32 (call 4, world: ranks 0, 1, 2); it waits in "
+            "all_reduce of 1,024 float32 (call 7, tp: ranks 0, 1)",
+            id="they wait in different groups",
+        ),
+        pytest.param(
+            [at(0, Call("pp", (0, 1), 0, "receive from rank 1", False, 1)), at(1, stack="mine.py:3 forward"), at(2)],
+            "rank 1 did not come to what rank 0 waits for: receive from rank 1 (pp: ranks 0, 1); it is at "
+            "mine.py:3 forward",
+            id="a message that nobody sends",
+        ),
+        pytest.param(
+            [at(rank, waits(7, ONE)) for rank in WORLD],
+            "ranks 0, 1, 2 wait though every rank came: what they send does not arrive, or they wait for each other in "
+            "a circle (lockstep doctor tries the connections)",
+            id="nobody is behind",
+        ),
+        pytest.param(
+            [at(rank, waits(7, ONE, over=True)) for rank in WORLD], "no rank waits for another one now", id="ok"
+        ),
+    ],
+)
+def test_who_is_to_blame(found: list[Situation], expected: str) -> None:
+    by_rank = {situation.rank: Situation.from_json(situation.to_json()) for situation in found}
+    assert verdict(by_rank, {}) == expected
+    lines = report(by_rank, {}).splitlines()
+    assert lines[0] == expected
+    assert [line for line in lines if line.startswith("  rank")][1].startswith("  rank 1 (process 101 on here): ")
+
+
+def test_a_silent_rank_is_named_first() -> None:
+    line = verdict({0: at(0, waits(7, ONE))}, {1: "process 5 on here is stopped"})
+    assert line.startswith("rank 1 did not answer: process 5 on here is stopped; rank 0 waits in all_reduce")
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------
+
+
+def stay_away(world: World) -> None:
+    dist.all_reduce(torch.ones(5))
+    if world.rank == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(7))
+
+
+def call_something_else(world: World) -> None:
+    dist.all_reduce(torch.ones(5))
+    if world.rank == 2:
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(7))
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (stay_away, r"the ranks hung: rank 1 did not come to all_reduce of 7 float32 \(call \d+, world: ranks 0, 1, 2"
+                    r"\); it is at test_hang.py:\d+ stay_away"),
+        (call_something_else, r"rank.* disagree: rank 2 calls barrier|the ranks hung: rank 2 (called|did not come)"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_meet(function: "object", expected: str, backend: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        run_on_ranks(function, launch=Launch(3, "cpu", backend, timeout=2.0), start_method="forkserver")  # type: ignore[arg-type]
+    assert re.search(expected, str(raised.value)), raised.value
+    assert time.monotonic() - start < 25  # not the sleep's minute; how soon, the fault suite measures
+
+
+def started(run: Path, *flags: str) -> "tuple[subprocess.Popen[str], list[int]]":
+    command = [sys.executable, "-m", "lockstep", "train", "configs/digits_cnn.yaml", "--nproc", "2", "--run-dir",
+               str(run), "--train.steps", "100000", *flags]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    while step_in_progress(run) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    status = read_status(run)
+    assert status is not None
+    return process, [pid for _, pid in status.ranks]
+
+
+def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
+    """First asked while all is well, which changes nothing."""
+    process, ranks = started(tmp_path / "run", "--timeout", "3")
+    os.kill(ranks[0], signal.SIGQUIT)
+    time.sleep(1.5)
+    assert process.poll() is None
+    os.kill(ranks[1], signal.SIGSTOP)
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 1
+    assert f"error: the ranks hung: rank 1 did not answer: process {ranks[1]} on " in output
+    assert "is stopped (SIGSTOP; kill -CONT lets it go on); rank 0 waits in all_reduce" in output
+    assert output.count("rank 0 (process") == 2  # once when asked, once at the end
+    assert "Traceback" not in output
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{ranks[1]}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{ranks[1]}").exists()
