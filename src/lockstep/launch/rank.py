@@ -71,14 +71,15 @@ def rank_main(
 
 
 def explained(error: BaseException) -> BaseException:
-    """Where it is about a rank that did not answer in time: what all ranks were doing, if that can be found out."""
+    """Where ranks have missed each other: what all ranks were doing, if that can be found out."""
     watch = current_watch()
-    said = watch.explain_timeout() if watch is not None and is_timeout(error) else None
+    said = watch.explain_timeout() if watch is not None and has_missed_its_peers(error) else None
     return error if said is None else HangError(f"the ranks hung: {said}")
 
 
-def is_timeout(error: BaseException) -> bool:
-    return "did not answer within" in str(error) or "imed out" in str(error)
+def has_missed_its_peers(error: BaseException) -> bool:
+    """They did not come in time, or gloo got other bytes than it expected."""
+    return any(words in str(error) for words in ("did not answer within", "imed out", "op.preamble"))
 
 
 LET_THE_CAUSE_COME_FIRST = 0.5
