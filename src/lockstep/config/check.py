@@ -44,6 +44,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.lr_milestones": (0, 1),
     "train.clip_norm": (1e-12, AMOUNT),
     "train.evaluate_every": (0, COUNT),
+    "train.straggler": (0, AMOUNT),
+    "train.check_replicas": (0, COUNT),
     "train.log_every": (1, COUNT),
     "train.recompute_every": (1, COUNT),
     "train.seed": (0, 2**62),

@@ -202,6 +202,11 @@ class Train:
     """Batches of an evaluation, at most. None: the whole test set."""
     patience: int | None = None
     """Stop after this many evaluations in a row without a new lowest test loss. None: never."""
+    straggler: float = 1.5
+    """Name a rank whose own work takes this many times as long as its peers' in 8 of 10 steps. 0: look for none."""
+    check_replicas: int = 0
+    """Steps between comparisons of the weights that ranks should share, bit by bit, which find silent corruption. 0:
+    never."""
     log_every: int = 10
     """Steps between lines of metrics, each of which tells of the steps since the last."""
     callbacks: tuple[str, ...] = ()

@@ -17,16 +17,19 @@ from lockstep.checkpoint.manifest import MANIFEST, read_run
 from lockstep.comm.ledger import mark
 from lockstep.config import Config, check_ranges, save_config
 from lockstep.data import DataSet, Reader
-from lockstep.errors import UserError
+from lockstep.errors import RankError, UserError
 from lockstep.launch.leftovers import memory_home
 from lockstep.layout.world import World
 from lockstep.results.record import Record
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.nonfinite import locate_nonfinite
+from lockstep.strategies.replicas import differing_replicas
 from lockstep.training.attempt import Attempt
 from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
 from lockstep.training.metrics import MetricsWriter, writing_to
 from lockstep.training.optimizer import learning_rate
+from lockstep.training.out_of_memory import told_in_one_line
+from lockstep.training.pace import Pace
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.training.result import TrainResult
 from lockstep.training.run_folder import CONFIG, choose_folder, locked
@@ -113,7 +116,8 @@ def _train(
         if ended_in is not None:
             lost = max(0, ended_in[-1] - 1 - run.steps_done)
             run.tell.record("restart", run.steps_done, {"restarts": world.restarts, "ranks": world.size, "lost": lost})
-        result = run.train()
+        with told_in_one_line(strategy, config):
+            result = run.train()
         result.stopped_by = (signals or ["SIGTERM"])[0] if result.stopped else ""
         run.attempt.end("stopped" if result.stopped else "done")
         if memory is not None and world.local_rank == 0:  # a launcher of ours would do it, torchrun would not
@@ -171,6 +175,7 @@ class Run:
         self.steps_per_epoch = self.reader.steps_per_epoch or self.total_steps
         self.steps_done = self.resumed_at = 0
         self.skipped_in_a_row = 0
+        self.pace = Pace(strategy.layout, train.straggler)
         self.unseen: deque[Issued] = deque()
         """Steps that have been issued and not been looked at."""
         self.ahead = steps_ahead(world.device) if strategy.loss_scale is None else 0  # fp16's host waits in any case
@@ -369,8 +374,24 @@ class Run:
                 if not self.stopped:
                     self._evaluate(epoch + 1)
                     self.strategy.model.train()
+            self._check_replicas()
             self._save_if_due()
             self._tell_problem()
+
+    def _check_replicas(self) -> None:
+        """Before anything is saved: a checkpoint must not have what is wrong here."""
+        every = self.config.train.check_replicas
+        if not every or self.steps_done % every or not self.strategy.is_exact:
+            return
+        self._look()
+        self.strategy.settle()
+        found = differing_replicas(self.strategy)
+        if found is not None:
+            self.tell.record("replicas", self.steps_done, {"differ": found})
+            raise RankError(
+                f"weights that should be the same differ after step {self.steps_done}: {found}; the memory of that "
+                f"machine is to be tested, and the run gone on with from a checkpoint"
+            )
 
     def _look(self, leave: int = 0) -> None:
         """At the steps that have been issued, but for the last ones, whose results would have to be waited for."""
@@ -379,7 +400,11 @@ class Run:
             self._guard(step)
             self.stopped = self.stopped or step.result.stop
             self.save_due = self.save_due or step.result.save
-            self.tell.add(step)
+            breakdown = self.tell.add(step)
+            for line in self.pace.add(breakdown):
+                self.tell.warn(f"step {step.number}: {line}")
+            for rank, phase, times in self.pace.found:
+                self.tell.record("straggler", step.number, {"rank": rank, "phase": phase, "times": times})
             if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
                 self.tell.log(step)
 

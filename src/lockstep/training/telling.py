@@ -88,13 +88,16 @@ class Telling:
     def start(self) -> None:
         self.window.start = mark(self.world.device)
 
-    def add(self, step: Issued) -> None:
+    def add(self, step: Issued) -> dict[str, float]:
+        """Returns where its time went."""
         told = {
             "loss": step.result.loss,
             "accuracy": step.result.accuracy,
             "grad_norm": step.result.numbers().grad_norm,
         }
-        self.window.add(step.samples, told | step_breakdown(step.phases, step.ledger, step.data_seconds))
+        breakdown = step_breakdown(step.phases, step.ledger, step.data_seconds)
+        self.window.add(step.samples, told | breakdown)
+        return breakdown
 
     def log(self, step: Issued) -> None:
         """One record, and one line, of the steps since the last one."""
