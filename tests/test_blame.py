@@ -160,7 +160,7 @@ def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     line = done.stderr.splitlines()[-1]
-    assert "ran out of memory of the machine's memory: it held parameters 0.00 GiB" in line
+    assert "ran out of memory on this machine: it held parameters 0.00 GiB" in line
     assert "--train.accumulation 2, half the micro-batch" in line
     assert "--parallel.data zero1 (saves" in line
     assert "Traceback" not in done.stderr

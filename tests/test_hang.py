@@ -1,23 +1,27 @@
 """Ranks that hang: who is to blame, what everybody was doing, and that all of them end."""
 
+import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import RankError
+from lockstep.doctor.running import look_at
+from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.launch.calls import Call
 from lockstep.launch.situation import Situation, report, verdict
 from lockstep.layout.world import World
-from lockstep.training.attempt import read_status, step_in_progress
+from lockstep.training.attempt import Status, read_status, step_in_progress
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are stopped and looked at as Linux does")
 
@@ -143,6 +147,9 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     process, ranks = started(tmp_path / "run", "--timeout", "3")
     os.kill(ranks[0], signal.SIGQUIT)
     time.sleep(1.5)
+    said, hangs = look_at(tmp_path / "run")
+    assert not hangs
+    assert f"rank 1 (process {ranks[1]} on " in said
     assert process.poll() is None
     os.kill(ranks[1], signal.SIGSTOP)
     output, _ = process.communicate(timeout=40)
@@ -155,3 +162,17 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     while Path(f"/proc/{ranks[1]}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not Path(f"/proc/{ranks[1]}").exists()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no status\.json of a run; give the folder of a run"):
+        look_at(tmp_path)
+
+
+def test_a_run_whose_ranks_are_gone(tmp_path: Path) -> None:
+    status = Status("x", "running", 0, [(platform.node(), 4194305)], "127.0.0.1:1")
+    (tmp_path / "status.json").write_text(json.dumps(asdict(status)))
+    said, hangs = look_at(tmp_path)
+    assert hangs
+    assert "nobody answers at 127.0.0.1:1: rank 0: process 4194305 on" in said
+    assert said.endswith("is gone")

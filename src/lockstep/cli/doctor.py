@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.cli.parsing import parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.machine import machine
+from lockstep.doctor.running import look_at
 from lockstep.doctor.trial import backends, master
 from lockstep.doctor.variables import variables
 
@@ -23,6 +25,10 @@ class DoctorArguments:
     lockstep doctor
 
     lockstep doctor --master node1:29500
+
+    lockstep doctor runs/20261117-120000-cnn-digits-bucketed
+
+    The last asks the ranks of a run what they are doing, and names one that the others wait for; the run goes on.
     """
 
     trial: bool = True
@@ -32,6 +38,12 @@ class DoctorArguments:
 
 
 def main(argv: list[str]) -> int:
+    if argv and not argv[0].startswith("-"):
+        refuse_positional(argv[1:], "doctor")
+        parse(DoctorArguments, argv[1:], "doctor")
+        said, hangs = look_at(Path(argv[0]))
+        print(said)
+        return 1 if hangs else 0
     refuse_positional(argv, "doctor")
     arguments = parse(DoctorArguments, argv, "doctor")
     found = list(findings(arguments))

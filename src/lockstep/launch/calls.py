@@ -6,7 +6,7 @@ Of gloo's and NCCL's groups torch's flight recorder knows it; a backend of our o
 import json
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -30,6 +30,9 @@ class Call:
     over: bool
     waits_for: int | None = None
     """The rank, where this one knows it."""
+
+    def ended(self) -> "Call":
+        return replace(self, over=True, waits_for=None)
 
     @property
     def words(self) -> str:

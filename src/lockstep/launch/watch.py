@@ -34,6 +34,8 @@ LOOK_EVERY = 0.2
 ANSWERS_WITHIN = 0.6
 """Seconds that ranks have to say what they are doing: two looks, and some more."""
 LET_OTHERS_END = 0.4
+PASSING = 1.0
+"""Seconds after which a call in a run that is well would be over."""
 
 
 class Watch:
@@ -50,14 +52,12 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="lockstep watch", daemon=True)
 
     def _connect(self) -> dist.Store:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout))
-        prefixed = dist.PrefixStore("lockstep/watch", store)
-        prefixed.set(f"process/{self.rank}", f"{platform.node()} {os.getpid()}")
-        return prefixed
+        store = connected(store_address(), self.timeout)
+        store.set(f"process/{self.rank}", f"{platform.node()} {os.getpid()}")
+        return store
 
     def _token(self) -> str:
-        return self._store.get("look").decode() if self._store.check(["look"]) else ""
+        return last_look(self._store)
 
     def start(self) -> None:
         self._thread.start()
@@ -99,7 +99,7 @@ class Watch:
         said = self.told(token)
         if token.startswith("hang"):
             end_with(said)
-        elif said is not None:
+        elif token.startswith("asked") and said is not None:  # else whoever asked reads it himself
             print(said, file=sys.stderr, flush=True)
 
     # ---- what is told ----------------------------------------------------------------------------------------
@@ -108,30 +108,24 @@ class Watch:
         """The report, if it is this rank's to tell it."""
         with self._telling:
             self._seen = token
-            self._store.set(f"{token}/{self.rank}", own_situation(self.rank).to_json())
-            deadline = time.monotonic() + ANSWERS_WITHIN
-            everyone = [f"{token}/{rank}" for rank in range(self.size)]
-            while time.monotonic() < deadline and not self._store.check(everyone):
-                time.sleep(0.02)
-            answered = [rank for rank, at in enumerate(everyone) if self._store.check([at])]
-            silent = {rank: self._process_of(rank) for rank in range(self.size) if rank not in answered}
+            mine = own_situation(self.rank)
+            if not token.startswith("hang"):  # ranks look at different moments: what has just begun will end
+                now = time.monotonic()
+                mine.calls = [c if now - self._since.get(key(c), now) > PASSING else c.ended() for c in mine.calls]
+            self._store.set(f"{token}/{self.rank}", mine.to_json())
+            found, silent = answers(self._store, token, self.size, ANSWERS_WITHIN)
             if token.startswith("hang"):
-                self._end_silent(silent, answered)
-            if answered[0] != self.rank:
+                self._end_silent(silent, sorted(found))
+            if min(found) != self.rank:
                 return None
-            found = {rank: Situation.from_json(self._store.get(everyone[rank]).decode()) for rank in answered}
             return report(found, {rank: state_of(*process) for rank, process in silent.items()})
-
-    def _process_of(self, rank: int) -> tuple[str, int]:
-        host, pid = self._store.get(f"process/{rank}").decode().split()
-        return host, int(pid)
 
     def _end_silent(self, silent: dict[int, tuple[str, int]], answered: list[int]) -> None:
         """A process that is stopped does not end when it is asked to, and whoever started it waits for it for half a
         minute. The first rank of its machine that has answered sees to it, when all others have ended.
         """
         here = platform.node()
-        if self.rank != next(rank for rank in answered if self._process_of(rank)[0] == here):
+        if self.rank != next(rank for rank in answered if process_of(self._store, rank)[0] == here):
             return
         for host, pid in silent.values():
             if host == here and psutil.pid_exists(pid) and psutil.Process(pid).ppid() == os.getppid():
@@ -144,6 +138,48 @@ class Watch:
             return self.told(self._begun("hang"))
         except (dist.DistError, RuntimeError):
             return None
+
+
+# ---- the store ---------------------------------------------------------------------------------------------------
+
+
+def store_address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def connected(address: str, timeout: float) -> dist.Store:
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
+    return dist.PrefixStore("lockstep/watch", store)
+
+
+def last_look(store: dist.Store) -> str:
+    return store.get("look").decode() if store.check(["look"]) else ""
+
+
+def process_of(store: dist.Store, rank: int) -> tuple[str, int]:
+    host, pid = store.get(f"process/{rank}").decode().split()
+    return host, int(pid)
+
+
+def answers(
+    store: dist.Store, token: str, size: int, within: float
+) -> tuple[dict[int, Situation], dict[int, tuple[str, int]]]:
+    """What ranks have said, and the machines and processes of those that have said nothing."""
+    everyone = [f"{token}/{rank}" for rank in range(size)]
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline and not store.check(everyone):
+        time.sleep(0.02)
+    found = {r: Situation.from_json(store.get(at).decode()) for r, at in enumerate(everyone) if store.check([at])}
+    return found, {rank: process_of(store, rank) for rank in range(size) if rank not in found}
+
+
+def ask_from_outside(address: str, size: int) -> str:
+    """What the ranks of a run are doing now, for somebody who is none of them. The run goes on."""
+    store = connected(address, 5.0)
+    token = store.compare_set("look", last_look(store), f"doctor-{os.getpid()}-{time.time_ns()}").decode()
+    found, silent = answers(store, token, size, 2.0)
+    return report(found, {rank: state_of(*process) for rank, process in silent.items()})
 
 
 def key(call: Call) -> tuple[str, tuple[int, ...], int, str]:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.errors import UserError
+from lockstep.launch.watch import store_address
 from lockstep.layout.world import World
 from lockstep.results.whole import write_whole
 
@@ -34,6 +35,8 @@ class Status:
     restarts: int
     ranks: list[tuple[str, int]]
     """Machine and process of each rank."""
+    store: str = ""
+    """Where the ranks meet, and can be asked what they are doing; nothing for a rank by itself."""
     ended_in: list[int] = field(default_factory=list)
     """The steps that were in progress when the ranks of earlier attempts ended."""
 
@@ -70,7 +73,8 @@ class Attempt:
         """All ranks together."""
         ranks = all_gather_objects((platform.node(), os.getpid()))
         self._folder = folder if world.is_main else None
-        self.status = Status(world.launch, "running", world.restarts, ranks, ended_in)
+        store = store_address() if world.size > 1 else ""
+        self.status = Status(world.launch, "running", world.restarts, ranks, store, ended_in)
         self._step: mmap.mmap | None = None
 
     def take(self, step: int) -> None:

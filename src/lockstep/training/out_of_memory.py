@@ -35,7 +35,7 @@ def explained(strategy: ParallelModel, config: Config) -> str:
     parameters, gradients, optimizer = held_parts(strategy)
     held = f"parameters {words(parameters)}, gradients {words(gradients)}, optimizer state {words(optimizer)}"
     activations = 0.0
-    place = "of the machine's memory"
+    place = "on this machine"
     if world.device.type == "cuda":
         activations = max(0.0, torch.cuda.max_memory_allocated(world.device) - parameters - gradients - optimizer)
         total = torch.cuda.get_device_properties(world.device).total_memory
