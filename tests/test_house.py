@@ -14,7 +14,7 @@ FLOORS = (
     ("strategies",),
     ("checkpoint", "measure"),
     ("training",),
-    ("demo", "verify", "bench", "profile", "schedule", "plan", "doctor", "report"),
+    ("demo", "verify", "bench", "profile", "schedule", "plan", "doctor", "chaos", "report"),
     ("cli",),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

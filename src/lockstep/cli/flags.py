@@ -39,6 +39,7 @@ KNOWN = {
     "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot"),
     "report": ("out", "title"),
     "doctor": ("trial", "master"),
+    "chaos": ("faults", "rounds", "nproc", "backend", "timeout", "steps", "save-every", "seed", "keep", "json"),
     "plan": (
         *("cluster", "global-batch", "context", "hf", "batch-shape", "tokens-in", "tokens", "precision", "compiled"),
         *("fix", "top", "explain", "json", "csv", "out", "html"),

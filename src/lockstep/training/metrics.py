@@ -41,6 +41,12 @@ def step_of(line: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def records_of(file: Path) -> list[dict[str, Any]]:
+    """Whole ones, in order."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if step_of(line) is not None]
+
+
 class MetricsWriter:
     """Appends records to `folder/metrics.jsonl` and TensorBoard event files. A None folder writes nothing."""
 

@@ -7,7 +7,6 @@ import torch
 
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.measure.memory import held_parts
 from lockstep.strategies import ParallelModel
 
 GIB = 2**30
@@ -31,6 +30,8 @@ def told_in_one_line(strategy: ParallelModel, config: Config) -> Iterator[None]:
 
 
 def explained(strategy: ParallelModel, config: Config) -> str:
+    from lockstep.measure.memory import held_parts  # the profiler, which takes long to import
+
     world = strategy.world
     parameters, gradients, optimizer = held_parts(strategy)
     held = f"parameters {words(parameters)}, gradients {words(gradients)}, optimizer state {words(optimizer)}"

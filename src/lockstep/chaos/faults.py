@@ -1,0 +1,67 @@
+"""The faults: what each does, what it must be called when it is told, and what must come of it.
+
+Some are done to a run from outside (a signal, a damaged file); the others are done by a rank to itself, in the midst of
+a step or of a save (`inside.py`), because nobody outside could meet that moment.
+"""
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+After = Literal["restarted", "resumed", "goes on", "ends"]
+"""All ranks are started anew by their launcher; a new command goes on; nothing is lost; the run ends, as it must."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way for a run to go wrong."""
+
+    name: str
+    what: str
+    named: str
+    """What the output must say of it: a regular expression."""
+    after: After = "restarted"
+    inside: bool = False
+    """A rank does it to itself."""
+    signal: int = 0
+    """Sent to a rank, or to the launcher."""
+    hangs: bool = False
+    """Ranks wait until --timeout: it is named that much later."""
+    equal: bool = True
+    """The weights at the end are those of an undisturbed run; else a step was left out on purpose."""
+    damage: str = ""
+    """To the newest checkpoint, when the rank has been killed."""
+
+
+KILLED = r"rank \d failed first \(exit code -9\): it was ended by SIGKILL"
+SAVING = ("folder made", "files written", "manifest written", "renamed", "pointed to")
+"""The moments of a save in which a kill may meet it."""
+
+ALL: tuple[Fault, ...] = (
+    Fault("kill-rank", "kill -9 of a rank", KILLED, signal=signal.SIGKILL),
+    Fault("kill-launcher", "kill -9 of the launcher", "", after="resumed", signal=signal.SIGKILL),
+    Fault("stop-rank", "SIGSTOP of a rank", r"rank \d did not answer: process \d+", signal=signal.SIGSTOP, hangs=True),
+    Fault("raise", "a rank raises", r"rank \d failed first.*a fault of chaos", inside=True),
+    Fault("exit", "a rank leaves with exit status 0", r"rank \d left with sys.exit\(0\)", inside=True),
+    Fault(
+        "wrong-collective",
+        "a rank calls another collective than the others",
+        r"ranks disagree: rank|ranks hung: rank|connection",
+        inside=True,
+    ),
+    Fault("slow-rank", "a rank is 50 ms slower in each step", r"rank \d is a straggler", after="goes on", inside=True),
+    Fault("nan", "a NaN in one rank's batch", r"not finite, skipped", after="goes on", inside=True, equal=False),
+    Fault("full-disk", "no space left while saving", r"was not saved: .*No space left", after="goes on", inside=True),
+    *(
+        Fault(f"save-{i}", f"kill -9 while saving: {moment}", KILLED, inside=True)
+        for i, moment in enumerate(SAVING, start=1)
+    ),
+    Fault("truncated", "the newest checkpoint cut short", "damaged, passed over", signal=signal.SIGKILL, damage="cut"),
+    Fault("flipped", "one bit of it flipped", "damaged, passed over", signal=signal.SIGKILL, damage="flip"),
+    Fault("missing", "one file of it removed", "damaged, passed over", signal=signal.SIGKILL, damage="remove"),
+    Fault("swapped", "two files of it swapped", "damaged, passed over", signal=signal.SIGKILL, damage="swap"),
+    Fault("taken-port", "the port of the rendezvous is taken", r"port \d+ is taken", after="ends"),
+)
+FIRST_RANK = ("save-1", "save-3", "save-4", "save-5")
+"""What the first rank alone does."""
+BY_NAME = {fault.name: fault for fault in ALL}
