@@ -39,6 +39,7 @@ COMMANDS = {  # name -> (module, what it answers)
     "schedule": ("lockstep.cli.schedule", "how does a pipeline schedule look? drawn, and beside it a real run"),
     "profile": ("lockstep.cli.profile", "where does the time go? one trace of all ranks, and what it says in words"),
     "doctor": ("lockstep.cli.doctor", "is this machine set up? what is here, and does it work"),
+    "launch": ("lockstep.cli.launch", "write the script that starts a config on a cluster, and submit it"),
     "chaos": ("lockstep.cli.chaos", "does it survive? faults injected into real runs, and what came of them"),
     "report": ("lockstep.cli.report", "show why: one HTML file from any set of results"),
 }

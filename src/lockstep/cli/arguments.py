@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 import psutil
@@ -17,6 +17,7 @@ from lockstep.config import (
     Config,
     Data,
     Lora,
+    Metrics,
     Model,
     Parallel,
     Plan,
@@ -69,10 +70,11 @@ class RunArguments:
     parallel: Parallel = field(default_factory=Parallel)
     lora: Lora = field(default_factory=Lora)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
     plan: Plan = field(default_factory=Plan)
 
     def config(self) -> Config:
-        config = Config(self.model, self.data, self.train, self.parallel, self.lora, self.checkpoint, self.plan)
+        config = Config(**{section.name: getattr(self, section.name) for section in fields(Config)})
         check_ranges(config)
         return config
 

@@ -39,6 +39,10 @@ KNOWN = {
     "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot"),
     "report": ("out", "title"),
     "doctor": ("trial", "master"),
+    "launch": (
+        *("nodes", "gpus", "ranks", "cpus", "time", "partition", "name", "master", "port", "max-restarts"),
+        *("save-every", "image", "out", "submit"),
+    ),
     "chaos": ("faults", "rounds", "nproc", "backend", "timeout", "steps", "save-every", "seed", "keep", "json"),
     "plan": (
         *("cluster", "global-batch", "context", "hf", "batch-shape", "tokens-in", "tokens", "precision", "compiled"),

@@ -316,6 +316,21 @@ class Checkpoint:
 
 
 @dataclass
+class Metrics:
+    """Where a run reports to, besides metrics.jsonl in its folder."""
+
+    tensorboard: bool = True
+    """Event files in the run's folder."""
+    prometheus: str | None = None
+    """A text file for node_exporter's textfile collector, replaced at each record: step, loss, tokens/s, MFU, exposed
+    share, restarts."""
+    wandb: str | None = None
+    """A project of Weights & Biases (pip install -e ".[wandb]")."""
+    mlflow: str | None = None
+    """An experiment of MLflow, at the server that MLFLOW_TRACKING_URI names (pip install -e ".[mlflow]")."""
+
+
+@dataclass
 class Plan:
     """What lockstep plan has predicted for this run, to be shown beside what is measured."""
 
@@ -335,4 +350,5 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     lora: Lora = field(default_factory=Lora)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
     plan: Plan = field(default_factory=Plan)

@@ -20,9 +20,16 @@ def adopt_environment() -> bool:
         LOCAL_WORLD_SIZE=str(_tasks_on_this_node(slurm)),
     )
     os.environ.setdefault("MASTER_ADDR", first_host)
-    # All ranks of the job must name the same free port without talking: derive it from the job's number.
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm.get("SLURM_JOB_ID", "0")) % 20000))
+    os.environ.setdefault("MASTER_PORT", str(port_of(slurm)))
     return True
+
+
+def port_of(slurm: Mapping[str, str]) -> int:
+    """All ranks must name the same free port without talking: it follows from the numbers of the job and its step, two
+    of which may run at once.
+    """
+    job, step = int(slurm.get("SLURM_JOB_ID", "0")), int(slurm.get("SLURM_STEP_ID", "0"))
+    return 20000 + (job * 64 + step) % 20000
 
 
 def _tasks_on_this_node(slurm: Mapping[str, str]) -> int:

@@ -1,6 +1,8 @@
 """How a process joins the ranks: its device, its backend, torch's rendezvous, and leaving at the end."""
 
 import os
+import platform
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,12 +115,24 @@ def check_backend(backend: str, device: torch.device, flag: str = "--backend") -
         raise UserError(f"{flag} nccl needs a GPU for each rank, and these ranks run on the CPU; use gloo")
 
 
+def check_resolves(host: str) -> None:
+    """A name that nobody knows would look like ranks that do not come, after minutes."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR is {host}, which {platform.node()} cannot resolve ({error.strerror}); set MASTER_ADDR to an "
+            f"address that every node reaches, or add the name to /etc/hosts"
+        ) from None
+
+
 def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> None:
     """torch's rendezvous, with its failures told in the user's words."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise UserError(f"RANK is set but {name} is not; start the ranks with --nproc, torchrun or srun")
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    check_resolves(os.environ["MASTER_ADDR"])
     record_calls()
     try:
         dist.init_process_group(torch_backend(backend), rank=rank, world_size=size, timeout=patience(timeout))

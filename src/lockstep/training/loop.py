@@ -108,7 +108,7 @@ def _train(
             Record("train", {"ranks": world.size}, asdict(config), title=folder.name).write(folder / "run.json")
     run.attempt = Attempt(world, folder, list(ended_in or ()))
     with (
-        MetricsWriter(folder if world.is_main else None, run.steps_done) as metrics,
+        MetricsWriter(folder if world.is_main else None, run.steps_done, config, world.restarts) as metrics,
         stopping_in_good_order(strategy) as signals,
         run.attempt.noted(),
     ):

@@ -1,4 +1,4 @@
-"""What a run reports: one record per logged step, to metrics.jsonl, to TensorBoard and to the progress bar.
+"""What a run reports: one record per logged step, to metrics.jsonl, and to whatever else was asked for (`sinks.py`).
 
 No step stands there twice: a run that goes on from step 120 takes the records of later steps away, into a file of their
 own, because it will take those steps again.
@@ -13,8 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.results.whole import write_whole
+from lockstep.training.sinks import Sink, sinks
 
 METRICS, SET_ASIDE = "metrics.jsonl", "metrics.superseded.jsonl"
 
@@ -48,19 +50,17 @@ def records_of(file: Path) -> list[dict[str, Any]]:
 
 
 class MetricsWriter:
-    """Appends records to `folder/metrics.jsonl` and TensorBoard event files. A None folder writes nothing."""
+    """Appends records to `folder/metrics.jsonl`, and hands them to the sinks. A None folder writes nothing."""
 
-    def __init__(self, folder: Path | None, after: int = 0) -> None:
+    def __init__(self, folder: Path | None, after: int = 0, config: Config | None = None, restarts: int = 0) -> None:
         """`after`: the step that the run goes on from."""
         self._folder, self._file = folder, None
-        self._board: Any = None
+        self._sinks: list[Sink] = []
         if folder is not None:
             with writing_to(folder):
                 again = set_aside(folder, after)
                 self._file = (folder / METRICS).open("a", encoding="utf-8")
-                from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0's alone
-
-                self._board = SummaryWriter(str(folder), purge_step=after + 1 if again else None)
+                self._sinks = sinks(config or Config(), folder, after + 1 if again else None, restarts)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """A disk that fills up in the middle of a run costs the records, not the run."""
@@ -74,22 +74,22 @@ class MetricsWriter:
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         assert self._file is not None
-        assert self._board is not None
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
         self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")  # JSON knows no NaN
         self._file.flush()
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        for sink in self._sinks:
+            sink.write(kind, step, numbers)
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._folder is not None and self._file is not None and self._board is not None:
+        if self._folder is not None and self._file is not None:
             with writing_to(self._folder):
                 self._file.close()
-                self._board.close()
+                for sink in self._sinks:
+                    sink.close()
 
 
 @contextmanager
