@@ -1,5 +1,6 @@
 """Start real ranks for a test function, return each rank's result, end the lot at a time-out."""
 
+import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ def on_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: floa
     """
     launch = Launch(nproc=nproc, device="cpu", timeout=timeout)
     return run_on_ranks(function, *args, launch=launch, start_method="forkserver")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def left_in_shm() -> set[str]:

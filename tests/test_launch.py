@@ -25,6 +25,7 @@ from lockstep.launch.join import choose_device, share_gpu_environment
 from lockstep.launch.processes import signature
 from lockstep.launch.start import check_nproc
 from lockstep.layout.world import World
+from tests.ranks import free_port
 
 SCRIPT = textwrap.dedent(
     """
@@ -133,12 +134,6 @@ def test_more_ranks_than_gpus_need_to_be_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 # ---- other people's launchers ----------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

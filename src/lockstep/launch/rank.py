@@ -14,10 +14,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -68,6 +69,22 @@ def rank_main(
         if blames_another(error):
             time.sleep(LET_THE_CAUSE_COME_FIRST)
         sys.exit(1)
+
+
+def tell_and_leave(error: BaseException) -> NoReturn:
+    """A rank of torchrun's or srun's, who show what each has said: one line where the cause is another rank, and the
+    traceback where it is here. torchrun, who reads the record, has it in its summary.
+    """
+    told = explained(error)
+    get_error_handler().record_exception(told)
+    if blames_another(error):
+        time.sleep(LET_THE_CAUSE_COME_FIRST)
+        print(f"[rank {os.environ.get('RANK', '0')}] error: {told}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # gloo's threads, and others, would wait for their peers first, or abort
 
 
 def explained(error: BaseException) -> BaseException:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep.errors import UserError
@@ -33,7 +33,14 @@ from lockstep.launch.failure import explain, said_something
 from lockstep.launch.join import DeviceChoice, choose_device, join_world
 from lockstep.launch.leftovers import FOLDER_PREFIX, remove_leftovers
 from lockstep.launch.processes import signature
-from lockstep.launch.rank import StartMethod, ctrl_c_held_back, rank_main, unless_it_leaves
+from lockstep.launch.rank import (
+    StartMethod,
+    ctrl_c_held_back,
+    die_with_parent,
+    rank_main,
+    tell_and_leave,
+    unless_it_leaves,
+)
 from lockstep.launch.restart import with_restarts
 from lockstep.words import counted
 
@@ -119,18 +126,15 @@ def falls_back_to_cpu(launch: Launch, nproc: int) -> bool:
 
 
 def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launch: Launch) -> Any:
-    @record  # torchrun shows the traceback of the rank that failed first; a user's mistake needs none
-    def rank_main() -> Any:
-        try:
-            with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
-                return unless_it_leaves(world.rank, function, world, *args)
-        except UserError as mistake:
-            return mistake
-
-    result = rank_main()
-    if isinstance(result, UserError):
-        raise result
-    return result
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent; were it killed, the rank would train on without it
+        die_with_parent(os.getppid())
+    try:
+        with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
+            return unless_it_leaves(world.rank, function, world, *args)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        tell_and_leave(error)
 
 
 def _start_ranks(
