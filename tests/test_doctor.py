@@ -1,12 +1,18 @@
 """`lockstep doctor`: what it says of a machine, of its environment, and of ranks that really talk."""
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
 from lockstep.doctor import machine as machine_checks
+from lockstep.doctor.finding import Finding
 from lockstep.doctor.machine import machine
+from lockstep.doctor.nodes import Report, by_ssh, differences
 from lockstep.doctor.trial import master
 from lockstep.doctor.variables import harm, variables
 
@@ -73,3 +79,45 @@ def test_where_ranks_meet() -> None:
 def test_a_wrong_master_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--master", "node1"]) == 2
     assert "--master node1: give host:port" in capfd.readouterr().err
+
+
+def report(node: str, torch: str = "2.13", rate: float = 10.0, skew: float = 0.0) -> Report:
+    found = [Finding("torch", torch), Finding("gloo, 2 ranks", f"all-reduce of 4 MiB is right, {rate} GB/s")]
+    return Report(node, found, 0.0, skew)
+
+
+def test_nodes_that_are_alike_differ_in_nothing() -> None:
+    assert list(differences([report("a"), report("b", rate=9.5), report("c", skew=0.3)])) == []
+
+
+def test_what_differs_between_nodes_is_named() -> None:
+    found = {
+        one.topic: one for one in differences([report("a"), report("b", "2.11", 10.2), report("c", rate=3, skew=7)])
+    }
+    assert found["torch"].verdict == "wrong"
+    assert found["torch"].what == "2.13 on a, c; 2.11 on b"
+    assert found["clocks"].what == "c is ahead by 7.0 s"
+    assert found["gloo, 2 ranks"].what == "c: 3 GB/s, others 10"
+
+
+def test_nodes_are_asked_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ssh of our own: one node answers, beside the words of its login; one refuses."""
+    answer = report("itself").to_json()
+    (tmp_path / "ssh").write_text(
+        "#!/bin/sh\nfor host; do [ \"$host\" = gone ] && { echo 'connect to host gone: refused' >&2; exit 255; }; done\n"
+        f"echo welcome\necho '{answer}'\n"
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    there, gone = by_ssh(("there", "gone"), trial=False)
+    assert (there.node, there.findings[0]) == ("there", Finding("torch", "2.13"))
+    assert gone.findings[0].verdict == "wrong"
+    assert gone.findings[0].what == "connect to host gone: refused"
+    assert gone.findings[0].mend.startswith("try it by hand: ssh -o BatchMode=yes")
+
+
+def test_under_torchrun_every_node_is_looked_at() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "between 1 nodes" in done.stdout, done.stdout + done.stderr
+    assert "nothing differs that matters" in done.stdout

@@ -1,16 +1,21 @@
 """`lockstep doctor`."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.cli.parsing import parse, refuse_positional
 from lockstep.cli.tables import console, new_table
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.machine import machine
+from lockstep.doctor.nodes import Report, by_ssh, differences, own_report
 from lockstep.doctor.running import look_at
 from lockstep.doctor.trial import backends, master
 from lockstep.doctor.variables import variables
+from lockstep.launch import Launch, adopt_environment, run_on_ranks
+from lockstep.layout.world import World
 
 MARKS = {"fine": "[green]✓[/]", "note": "[yellow]![/]", "wrong": "[red]✗[/]"}
 
@@ -26,6 +31,10 @@ class DoctorArguments:
 
     lockstep doctor --master node1:29500
 
+    lockstep doctor --nodes node1 node2
+
+    srun --nodes=4 --ntasks-per-node=1 lockstep doctor
+
     lockstep doctor runs/20261117-120000-cnn-digits-bucketed
 
     The last asks the ranks of a run what they are doing, and names one that the others wait for; the run goes on.
@@ -35,6 +44,11 @@ class DoctorArguments:
     """Start two ranks on each backend."""
     master: str | None = None
     """host:port where ranks of several machines are to meet: does it resolve, is the port free?"""
+    nodes: tuple[str, ...] = ()
+    """Ask these nodes, by ssh, and show first what differs between them. Under srun and torchrun every node of the job
+    is asked."""
+    json: bool = False
+    """Print one line of JSON, for a program."""
 
 
 def main(argv: list[str]) -> int:
@@ -46,15 +60,55 @@ def main(argv: list[str]) -> int:
         return 1 if hangs else 0
     refuse_positional(argv, "doctor")
     arguments = parse(DoctorArguments, argv, "doctor")
+    if arguments.nodes:
+        return several(by_ssh(arguments.nodes, arguments.trial))
+    if adopt_environment():
+        arguments.trial = False  # the ranks of this job are the trial
+        report = own_report(list(findings(arguments)))
+        reports = run_on_ranks(from_every_node, report, launch=Launch(backend="gloo", device="cpu"))[0]
+        return several(reports) if reports else 0
     found = list(findings(arguments))
+    if arguments.json:
+        print(own_report(found).to_json())
+        return int(any(one.verdict == "wrong" for one in found))
+    return shown("this machine", found, found)
+
+
+def from_every_node(world: World, report: Report) -> list[Report]:
+    """The first rank has all of them; the others have nothing to show."""
+    start = all_reduced_at(world)
+    report.skew = report.clock = start
+    everyone = [Report.from_json(text) for text in all_gather_objects(report.to_json()) if text]
+    first = {one.node: one for one in reversed(everyone)}
+    return list(reversed(first.values())) if world.is_main else []
+
+
+def all_reduced_at(world: World) -> float:
+    """The wall clock at a moment that is the same on every rank, up to the network's latency."""
+    all_gather_objects(world.rank)
+    return time.time()
+
+
+def several(reports: list[Report]) -> int:
+    """What differs first, then of each node what is not as it should be."""
+    found = list(differences(reports))
+    status = shown(f"between {len(reports)} nodes", found or [Finding("nodes", "nothing differs that matters")], found)
+    for report in reports:
+        amiss = [one for one in report.findings if one.verdict != "fine"]
+        status |= shown(report.node, amiss or [Finding("node", "nothing to mend")], report.findings)
+    return status
+
+
+def shown(title: str, rows: list[Finding], found: list[Finding]) -> int:
     screen = console()
-    table = new_table("this machine", ("", "what"), (), ("found", "to mend"))
-    for one in found:
+    table = new_table(title, ("", "what"), (), ("found", "to mend"))
+    for one in rows:
         table.add_row(MARKS[one.verdict], one.topic, one.what, one.mend)
     screen.print(table)
     wrong = sum(one.verdict == "wrong" for one in found)
     notes = sum(one.verdict == "note" for one in found)
-    screen.print(f"{len(found)} things looked at: {wrong} wrong, {notes} worth a look", highlight=False)
+    if found:
+        screen.print(f"{len(found)} things looked at: {wrong} wrong, {notes} worth a look", highlight=False)
     return 1 if wrong else 0
 
 

@@ -38,7 +38,7 @@ KNOWN = {
     "schedule": (*LAUNCH, "stages", "micro-batches", "chunks", "forward", "backward", "out", "run"),
     "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot"),
     "report": ("out", "title"),
-    "doctor": ("trial", "master"),
+    "doctor": ("trial", "master", "nodes", "json"),
     "launch": (
         *("nodes", "gpus", "ranks", "cpus", "time", "partition", "name", "master", "port", "max-restarts"),
         *("save-every", "image", "out", "submit"),
