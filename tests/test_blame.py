@@ -118,7 +118,9 @@ def flip_a_bit(world: World, data: str) -> list[str | None]:
     return [*found, differing_replicas(strategy), name]
 
 
-@pytest.mark.parametrize("data", ["bucketed", "ddp", "zero1", "zero3"])
+@pytest.mark.parametrize(
+    "data", ["bucketed", "zero3", *(pytest.param(d, marks=pytest.mark.slow) for d in ("ddp", "zero1"))]
+)
 def test_a_flipped_bit_is_found(data: str) -> None:
     for before, after, name in on_ranks(flip_a_bit, 3, data):
         assert before is None
@@ -144,6 +146,7 @@ def test_the_checksum_sees_every_bit_and_every_place(length: int, dtype: torch.d
 # ---- memory ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "hungry.py").write_text(
         "import torch\nfrom torch import nn\n"

@@ -104,7 +104,8 @@ def test_nodes_are_asked_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """An ssh of our own: one node answers, beside the words of its login; one refuses."""
     answer = report("itself").to_json()
     (tmp_path / "ssh").write_text(
-        "#!/bin/sh\nfor host; do [ \"$host\" = gone ] && { echo 'connect to host gone: refused' >&2; exit 255; }; done\n"
+        "#!/bin/sh\n"
+        "for host; do [ $host = gone ] && { echo 'connect to host gone: refused' >&2; exit 255; }; done\n"
         f"echo welcome\necho '{answer}'\n"
     )
     (tmp_path / "ssh").chmod(0o755)

@@ -113,7 +113,7 @@ def call_something_else(world: World) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("function", "expected"),
     [

@@ -64,8 +64,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("saving", "lost_at_most"),
-    [(("--checkpoint.every", "10"), 20), (("--checkpoint.in-memory", "4"), 10)],
-    ids=["disk", "memory"],
+    [
+        pytest.param(("--checkpoint.every", "10"), 20, id="disk", marks=pytest.mark.slow),
+        pytest.param(("--checkpoint.in-memory", "4"), 10, id="memory"),
+    ],
 )
 def test_a_killed_rank_costs_some_steps_and_no_weight(
     undisturbed: Path, tmp_path: Path, saving: tuple[str, ...], lost_at_most: int
@@ -90,6 +92,7 @@ def test_a_killed_rank_costs_some_steps_and_no_weight(
     assert not list(Path("/dev/shm").glob(f"lockstep-*-{process.pid}-*"))
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_twice_is_not_tried_a_third_time(tmp_path: Path) -> None:
     """The first error is what one sees at the end."""
     (tmp_path / "broken.py").write_text(

@@ -31,9 +31,12 @@ class Fault:
     """The weights at the end are those of an undisturbed run; else a step was left out on purpose."""
     damage: str = ""
     """To the newest checkpoint, when the rank has been killed."""
+    told: str = ""
+    """What the run that goes on must say."""
 
 
 KILLED = r"rank \d failed first \(exit code -9\): it was ended by SIGKILL"
+PASSED_OVER = "damaged, passed over"
 SAVING = ("folder made", "files written", "manifest written", "renamed", "pointed to")
 """The moments of a save in which a kill may meet it."""
 
@@ -56,10 +59,15 @@ ALL: tuple[Fault, ...] = (
         Fault(f"save-{i}", f"kill -9 while saving: {moment}", KILLED, inside=True)
         for i, moment in enumerate(SAVING, start=1)
     ),
-    Fault("truncated", "the newest checkpoint cut short", "damaged, passed over", signal=signal.SIGKILL, damage="cut"),
-    Fault("flipped", "one bit of it flipped", "damaged, passed over", signal=signal.SIGKILL, damage="flip"),
-    Fault("missing", "one file of it removed", "damaged, passed over", signal=signal.SIGKILL, damage="remove"),
-    Fault("swapped", "two files of it swapped", "damaged, passed over", signal=signal.SIGKILL, damage="swap"),
+    *(
+        Fault(name, what, KILLED, signal=signal.SIGKILL, damage=how, told=PASSED_OVER)
+        for name, what, how in (
+            ("truncated", "the newest checkpoint cut short", "cut"),
+            ("flipped", "one bit of it flipped", "flip"),
+            ("missing", "one file of it removed", "remove"),
+            ("swapped", "two files of it swapped", "swap"),
+        )
+    ),
     Fault("taken-port", "the port of the rendezvous is taken", r"port \d+ is taken", after="ends"),
 )
 FIRST_RANK = ("save-1", "save-3", "save-4", "save-5")

@@ -115,9 +115,7 @@ def _in_a_save(moment: str, step: int, folder: Path) -> None:
         return run
 
     def late(path: Path) -> bool:
-        """step-00000030, or .step-00000030.part, or something in it."""
-        names = [part for part in path.parts if "step-" in part]
-        return bool(names) and int(names[-1].strip(".").removeprefix("step-").removesuffix(".part")) >= step
+        return step_of(path) >= step
 
     match moment:
         case "folder made":
@@ -134,22 +132,30 @@ def _in_a_save(moment: str, step: int, folder: Path) -> None:
             )
 
 
+def step_of(path: Path) -> int:
+    """Of step-00000030, .step-00000030.part, or something in it; -1 if it is none of these."""
+    names = [part for part in path.parts if "step-" in part]
+    return int(names[-1].strip(".").removeprefix("step-").removesuffix(".part")) if names else -1
+
+
 def renamed(where: Path, late: Callable[[Path], bool]) -> bool:
     """The folder of checkpoints is made durable right after a new one has its name."""
     return where.name == checkpoints.CHECKPOINTS and any(late(f) for f in where.glob("step-*"))
 
 
 def _full_disk(step: int, folder: Path) -> None:
-    """One checkpoint finds no room."""
-    whole = Checkpoints._write_files
+    """The files of one checkpoint find no room."""
+    from lockstep.checkpoint.storage import FileSystemWriter  # slow to import
+
+    whole = FileSystemWriter.write_data
     failed = False
 
-    def write(self: Checkpoints, state: dict[str, Any], part: Path) -> dict[str, dict[str, Any]]:
+    def write(self: FileSystemWriter, plan: Any, planner: Any) -> Any:
         nonlocal failed
-        if not failed and int(part.name.strip(".").removeprefix("step-").removesuffix(".part")) >= step:
+        if not failed and step_of(Path(self.path)) >= step:
             failed = True
             note(folder)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(part))
-        return whole(self, state, part)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        return whole(self, plan, planner)
 
-    Checkpoints._write_files = write  # type: ignore[method-assign]
+    FileSystemWriter.write_data = write  # type: ignore[method-assign, assignment]

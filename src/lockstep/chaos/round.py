@@ -131,6 +131,8 @@ def play(setting: Setting, fault: Fault, number: int, step: int, rank: int, expe
     else:
         result.named = _named(victim, fault, hit)
     result.output = victim.output
+    if fault.told not in result.output:
+        result.problem = result.problem or f"nothing said {fault.told!r}"
     if status != 0 and not result.problem:
         result.problem = f"ended with status {status}" if status is not None else f"took longer than {LIMIT:.0f} s"
     if not result.problem:
@@ -165,7 +167,8 @@ def _disturb(victim: Victim, run: Path, fault: Fault, step: int, rank: int) -> f
     pid = victim.process.pid if fault.name == "kill-launcher" else status.ranks[rank][1]
     os.kill(pid, fault.signal)
     hit = time.monotonic()
-    if fault.damage:
+    if fault.damage:  # when nobody saves any more, and nobody reads yet
+        _until("the ranks' end", lambda: not any(psutil.pid_exists(pid) for _, pid in status.ranks))
         _damage(_whole(run)[-1], fault.damage)
     return hit
 

@@ -119,7 +119,7 @@ def shown(rounds: list[Round], timeout: float) -> int:
     """The table, and below it what went wrong. 0 if nothing did."""
     screen = console()
     screen.print(table(rounds, timeout))
-    mistakes = [line for one in rounds for line in mistakes_of(one, timeout)]
+    mistakes = [line for one in rounds for line in mistakes_of(one)]
     for line in mistakes:
         screen.print(f"[red]✗[/] {line}", highlight=False, soft_wrap=True)
     if not mistakes:
@@ -127,7 +127,7 @@ def shown(rounds: list[Round], timeout: float) -> int:
     return 1 if mistakes else 0
 
 
-def mistakes_of(one: Round, timeout: float) -> list[str]:
+def mistakes_of(one: Round) -> list[str]:
     fault, found = BY_NAME[one.fault], []
     if one.problem:
         found.append(f"{one.fault}: {one.problem}\n{one.output[-2000:]}")

@@ -68,7 +68,7 @@ def rank_main(
         get_error_handler().record_exception(explained(error))
         if blames_another(error):
             time.sleep(LET_THE_CAUSE_COME_FIRST)
-        sys.exit(1)
+        leave()
 
 
 def tell_and_leave(error: BaseException) -> NoReturn:
@@ -82,9 +82,16 @@ def tell_and_leave(error: BaseException) -> NoReturn:
         print(f"[rank {os.environ.get('RANK', '0')}] error: {told}", file=sys.stderr)
     else:
         traceback.print_exception(error)
+    leave()
+
+
+def leave() -> NoReturn:
+    """At once: threads of gloo's, of a save and of others would be waited for first, or end the process by SIGABRT,
+    and then that would be what one sees.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # gloo's threads, and others, would wait for their peers first, or abort
+    os._exit(1)
 
 
 def explained(error: BaseException) -> BaseException:
@@ -99,7 +106,7 @@ def has_missed_its_peers(error: BaseException) -> bool:
     return any(words in str(error) for words in ("did not answer within", "imed out", "op.preamble"))
 
 
-LET_THE_CAUSE_COME_FIRST = 0.5
+LET_THE_CAUSE_COME_FIRST = 0.3
 """Seconds, in which the agent sees the rank end that this one complains of."""
 
 
