@@ -16,7 +16,9 @@ import pytest
 
 from lockstep.cli.flags import without_flag
 from lockstep.errors import UserError
+from lockstep.launch import link
 from lockstep.launch.link import check_possible, parse_link, run_over_link
+from lockstep.training.attempt import read_status, step_in_progress
 
 
 def why_not() -> str | None:
@@ -145,3 +147,40 @@ def test_a_mistake_inside_the_nodes_is_one_line() -> None:
     assert process.returncode == 2
     assert err.startswith("error: ")
     assert "Traceback" not in err
+
+
+def trained_on_two_nodes(run: Path, *flags: str) -> tuple[list[link.Node], Any]:
+    """`lockstep train` on one rank of each of two nodes, taking steps."""
+    train = ["train", "configs/digits_cnn.yaml", "--run-dir", str(run), "--train.steps", "100000", *flags]
+    nodes = [link.Node(n, link._torchrun(n, 1, str(run.parent), train), link._environment(2)) for n in range(2)]
+    relay = link.connect(nodes, link.parse_link("1gbit"))
+    for node in nodes:
+        node.go()
+    deadline = time.monotonic() + 90
+    while step_in_progress(run) < 5:
+        assert time.monotonic() < deadline, "no step was taken"
+        time.sleep(0.05)
+    return nodes, relay
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_cut_link_is_an_error_on_both_sides(tmp_path: Path) -> None:
+    """The first node can ask nobody but itself; neither waits for ever, and nothing is left."""
+    nodes, _ = trained_on_two_nodes(tmp_path / "run", "--timeout", "4")
+    try:
+        status = read_status(tmp_path / "run")
+        assert status is not None
+        nodes[1].inside("ip", "link", "set", "eth0", "down")
+        cut = time.monotonic()
+        said = ["", ""]
+        while time.monotonic() - cut < 60 and not all("the ranks hung" in text for text in said):
+            for number, node in enumerate(nodes):
+                node.said.seek(0)
+                said[number] = node.said.read().decode(errors="replace")
+            time.sleep(0.2)
+        assert "the ranks hung: rank 1 did not answer" in said[0]
+        assert "the other ranks cannot be asked" in said[1]
+    finally:
+        for node in nodes:
+            node.end()

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lockstep.launch.calls import Call, last_calls
+from lockstep.launch.processes import process_namespace
 
 FRAMES = 6
 BENEATH = ("/lockstep/comm/", "/torch/", "/threading.py", "/contextlib.py", "<frozen ")
@@ -145,9 +146,9 @@ def report(found: dict[int, Situation], silent: dict[int, str]) -> str:
     return "\n".join(lines)
 
 
-def state_of(host: str, pid: int) -> str:
-    """What the system says of another rank's process, where it is on this machine."""
-    if host != platform.node():
+def state_of(host: str, pid: int, namespace: int | None = None) -> str:
+    """What the system says of another rank's process, where it is on this machine, and in this container."""
+    if host != platform.node() or namespace not in (None, process_namespace()):
         return f"process {pid} on {host}"
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -5,9 +5,12 @@ The ranks speak through torch's store, because the groups are what hangs:
 1. a rank finds a call of its own that has not ended within --timeout, or is asked (SIGQUIT), and writes `look`
 2. every rank's thread sees that, and writes what its rank is doing
 3. a moment later all read what is there; the lowest rank that has answered tells it
-4. after a hang every rank ends; one that did not answer is ended by its launcher
+4. after a hang every rank ends; one that did not answer is ended by a neighbour
 
-The thread needs the interpreter only for an instant each time: a main thread that waits in C++ does not keep it away.
+Where the network is what is broken, the store does not answer either: then each rank tells what it knows, and ends. So
+there are two threads: one looks at the rank's own calls and waits for nobody, the other speaks with the store.
+
+A thread needs the interpreter only for an instant each time: a main thread that waits in C++ does not keep it away.
 """
 
 import os
@@ -19,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import psutil
@@ -27,6 +30,7 @@ import torch.distributed as dist
 
 from lockstep.errors import HangError
 from lockstep.launch.calls import PATIENT, Call, last_calls
+from lockstep.launch.processes import process_namespace
 from lockstep.launch.restart import RESTARTS
 from lockstep.launch.situation import Situation, own_situation, report, state_of
 
@@ -34,6 +38,8 @@ LOOK_EVERY = 0.2
 ANSWERS_WITHIN = 0.6
 """Seconds that ranks have to say what they are doing: two looks, and some more."""
 LET_OTHERS_END = 0.4
+ALONE_AFTER = 1.6
+"""Seconds after which a rank that hangs, and has heard nothing of the others, ends by itself."""
 PASSING = 1.0
 """Seconds after which a call in a run that is well would be over."""
 
@@ -47,35 +53,49 @@ class Watch:
         self._seen = self._token()
         self._since: dict[tuple[str, tuple[int, ...], int, str], float] = {}
         """Since when we know of a call that has not ended, by a clock that nobody sets."""
-        self._asked, self._over = threading.Event(), threading.Event()
+        self._hanging, self._asked, self._over = threading.Event(), threading.Event(), threading.Event()
         self._telling = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="lockstep watch", daemon=True)
+        self._threads = [
+            threading.Thread(target=run, name=f"lockstep watch ({name})", daemon=True)
+            for name, run in (("own calls", self._look), ("store", self._listen))
+        ]
 
     def _connect(self) -> dist.Store:
         store = connected(store_address(), self.timeout)
-        store.set(f"process/{self.rank}", f"{platform.node()} {os.getpid()}")
+        store.set(f"process/{self.rank}", f"{platform.node()} {os.getpid()} {process_namespace()}")
         return store
 
     def _token(self) -> str:
         return last_look(self._store)
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def end(self) -> None:
         self._over.set()
-        self._thread.join(5)
+        for thread in self._threads:
+            thread.join(2)
 
     def ask(self) -> None:
         """Tell what all ranks are doing, and let them go on."""
         self._asked.set()
 
-    # ---- the thread ------------------------------------------------------------------------------------------
+    # ---- the threads -----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_EVERY):
+            age = self._oldest()
+            if age >= self.timeout:
+                self._hanging.set()
+            if age >= self.timeout + ALONE_AFTER:
+                alone = report({self.rank: own_situation(self.rank)}, {})
+                end_with(f"{alone}\n  the other ranks cannot be asked: {store_address()} does not answer")
+
+    def _listen(self) -> None:
         while not self._over.wait(LOOK_EVERY):
             try:
-                hanging = self._hangs()
+                hanging = self._hanging.is_set()
                 if hanging or self._asked.is_set():
                     self._asked.clear()
                     self._answer(self._begun("hang" if hanging else "asked"))
@@ -84,12 +104,12 @@ class Watch:
             except (dist.DistError, RuntimeError):  # the store is gone, and with it the run: others say why
                 return
 
-    def _hangs(self) -> bool:
-        """Whether a call has been open for too long."""
+    def _oldest(self) -> float:
+        """For how long a call has been open, at most."""
         now = time.monotonic()
         pending = {key(call) for call in last_calls() if not call.over and not call.group.startswith(PATIENT)}
         self._since = {k: self._since.get(k, now) for k in pending}
-        return any(now - since >= self.timeout for since in self._since.values())
+        return now - min(self._since.values(), default=now)
 
     def _begun(self, why: str) -> str:
         """Ours, or that of a rank that was quicker: all must answer the same one."""
@@ -120,24 +140,34 @@ class Watch:
                 return None
             return report(found, {rank: state_of(*process) for rank, process in silent.items()})
 
-    def _end_silent(self, silent: dict[int, tuple[str, int]], answered: list[int]) -> None:
+    def _end_silent(self, silent: "dict[int, Process]", answered: list[int]) -> None:
         """A process that is stopped does not end when it is asked to, and whoever started it waits for it for half a
         minute. The first rank of its machine that has answered sees to it, when all others have ended.
         """
-        here = platform.node()
-        if self.rank != next(rank for rank in answered if process_of(self._store, rank)[0] == here):
+        here = process_namespace()
+        if self.rank != next(rank for rank in answered if process_of(self._store, rank)[2] == here):
             return
-        for host, pid in silent.values():
-            if host == here and psutil.pid_exists(pid) and psutil.Process(pid).ppid() == os.getppid():
+        for host, pid, namespace in silent.values():
+            if (
+                (host, namespace) == (platform.node(), here)
+                and psutil.pid_exists(pid)
+                and psutil.Process(pid).ppid() == os.getppid()
+            ):
                 command = ["sh", "-c", f"sleep {LET_OTHERS_END}; kill -9 {pid}"]
                 subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 
     def explain_timeout(self) -> str | None:
         """What a rank, whose backend has lost patience first, tells instead of the backend's words."""
-        try:
-            return self.told(self._begun("hang"))
-        except (dist.DistError, RuntimeError):
-            return None
+        said: list[str | None] = []
+
+        def ask() -> None:
+            with suppress(dist.DistError, RuntimeError):  # the store is gone too
+                said.append(self.told(self._begun("hang")))
+
+        asking = threading.Thread(target=ask, daemon=True)  # a store that nobody reaches keeps one waiting
+        asking.start()
+        asking.join(ALONE_AFTER)
+        return said[0] if said else None
 
 
 # ---- the store ---------------------------------------------------------------------------------------------------
@@ -157,14 +187,16 @@ def last_look(store: dist.Store) -> str:
     return store.get("look").decode() if store.check(["look"]) else ""
 
 
-def process_of(store: dist.Store, rank: int) -> tuple[str, int]:
-    host, pid = store.get(f"process/{rank}").decode().split()
-    return host, int(pid)
+Process = tuple[str, int, int]
+"""Machine, number, and the namespace in which the number means something: containers may have one host name."""
 
 
-def answers(
-    store: dist.Store, token: str, size: int, within: float
-) -> tuple[dict[int, Situation], dict[int, tuple[str, int]]]:
+def process_of(store: dist.Store, rank: int) -> Process:
+    host, pid, namespace = store.get(f"process/{rank}").decode().split()
+    return host, int(pid), int(namespace)
+
+
+def answers(store: dist.Store, token: str, size: int, within: float) -> tuple[dict[int, Situation], dict[int, Process]]:
     """What ranks have said, and the machines and processes of those that have said nothing."""
     everyone = [f"{token}/{rank}" for rank in range(size)]
     deadline = time.monotonic() + within
