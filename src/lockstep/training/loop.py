@@ -1,24 +1,19 @@
 """The training loop behind `lockstep train`: the same lines for every strategy and any number of ranks."""
 
-import shutil
 import time
 from collections import deque
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass
-from math import inf, isfinite, nan
+from dataclasses import asdict
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
-from lockstep.checkpoint.manifest import MANIFEST, read_run
 from lockstep.comm.ledger import mark
 from lockstep.config import Config, check_ranges, save_config
 from lockstep.data import DataSet, Reader
 from lockstep.errors import RankError, UserError
-from lockstep.launch.leftovers import memory_home
 from lockstep.layout.world import World
 from lockstep.results.record import Record
 from lockstep.strategies import ParallelModel
@@ -33,11 +28,11 @@ from lockstep.training.pace import Pace
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.training.result import TrainResult
 from lockstep.training.run_folder import CONFIG, choose_folder, locked
+from lockstep.training.saving import Saving
 from lockstep.training.status import StatusBar
 from lockstep.training.stopping import stopping_in_good_order
 from lockstep.training.telling import Issued, Telling
 from lockstep.training.window import peak_memory
-from lockstep.words import counted
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -86,22 +81,11 @@ def _train(
     dataset = load_data(world, config)
     strategy = prepare_strategy(world, config, dataset)
     torch.manual_seed(strategy.layout.seed(config.train.seed))
-    saving = config.checkpoint
-    checkpoints = memory = None
-    alone = world.size > 1 and strategy.layout.norm.size == 1  # ranks that do not wait for each other: one saves
-    if folder is not None and (world.is_main or not alone):
-        savers = World(device=world.device) if alone else world
-        given = (savers, folder / CHECKPOINTS, saving.keep_last, saving.asynchronous)
-        checkpoints = Checkpoints(*given, parameters=strategy.parameters)
-        if saving.in_memory and (home := memory_home()) is not None:
-            memory = Checkpoints(savers, home, keep_last=1, asynchronous=saving.asynchronous, group=checkpoints.group)
-        if saving.every or saving.every_seconds or saving.keep_best or memory is not None:
-            checkpoints.get_ready()
-    run = Run(world, config, dataset, strategy, checkpoints, quiet or not world.is_main, memory)
+    run = Run(world, config, dataset, strategy, folder, quiet or not world.is_main)
     if ended_in is not None and folder is not None:
-        run.go_on(folder)
+        run.steps_done = run.resumed_at = run.saving.go_on(folder)
     elif resume is not None:
-        run.resume(resume)
+        run.steps_done = run.resumed_at = run.saving.resume(resume)
     if world.is_main and folder is not None:
         with writing_to(folder):
             save_config(config, folder / CONFIG)
@@ -120,32 +104,13 @@ def _train(
             result = run.train()
         result.stopped_by = (signals or ["SIGTERM"])[0] if result.stopped else ""
         run.attempt.end("stopped" if result.stopped else "done")
-        if memory is not None and world.local_rank == 0:  # a launcher of ours would do it, torchrun would not
-            shutil.rmtree(memory.folder, ignore_errors=True)
+        run.saving.forget_memory()
         return result
 
 
 def steps_ahead(device: torch.device) -> int:
     """While we look at what one step gave, a GPU is busy with the next; a CPU has nothing to do meanwhile."""
     return 1 if device.type == "cuda" else 0
-
-
-@dataclass
-class Best:
-    """The lowest test loss, and how long ago it was. Part of a checkpoint: a resumed run goes on counting."""
-
-    loss: float = inf
-    step: int = 0
-    since: int = 0
-    """Evaluations that have found nothing lower."""
-
-    def saw(self, loss: float, step: int) -> bool:
-        """Whether this is the lowest so far."""
-        if loss < self.loss:
-            self.loss, self.step, self.since = loss, step, 0
-            return True
-        self.since += 1
-        return False
 
 
 class Run:
@@ -157,14 +122,12 @@ class Run:
         config: Config,
         dataset: DataSet,
         strategy: ParallelModel,
-        checkpoints: Checkpoints | None,
+        folder: Path | None,
         quiet: bool,
-        memory: Checkpoints | None = None,
     ) -> None:
-        """`memory`: copies of the state that outlive the ranks, and no more than that."""
         self.world, self.config, self.dataset, self.strategy = world, config, dataset, strategy
         self.tell = Telling(world, config, dataset, strategy, quiet)
-        self.checkpoints, self.memory, self.stopped = checkpoints, memory, False
+        self.stopped = False
         self.attempt: Attempt | None = None
         train = config.train
         share, workers = strategy.batch_share(), config.data.workers
@@ -182,14 +145,10 @@ class Run:
         """How many there may be."""
         epochs = -(-self.total_steps // self.steps_per_epoch)
         self.bar = StatusBar(self.total_steps, epochs, self.tell.console, quiet)
-        self.best = Best()
+        course = {"batch_size": train.batch_size, "seed": train.seed, "samples": self.reader.samples or 0}
+        self.saving = Saving(world, config, folder, strategy, self.tell, course)
         self.evaluated: tuple[int, float, float] | None = None
         """The last evaluation: after which step, loss, accuracy."""
-        self.saved_at = -1
-        """The step of the last checkpoint of this run."""
-        self.saved_when = time.monotonic()
-        self.save_due = False
-        """The first rank's clock has said so, and all ranks have heard it."""
         self.gave_up = False
 
     def train(self) -> TrainResult:
@@ -217,16 +176,8 @@ class Run:
                 _, test_loss, test_accuracy = seen
             else:
                 test_loss, test_accuracy = self._evaluate(epoch)
-        not_saved = None
-        saving = self.config.checkpoint
-        if self.checkpoints is not None and (self.stopped or saving.every or saving.every_seconds):
-            self._save(wait=True)
-            not_saved = self.checkpoints.failed
-        elif self.checkpoints is not None and self.config.checkpoint.keep_best:
-            self.checkpoints.wait()
-            self._tell_problem()
-            not_saved = self.checkpoints.failed
-        recent = self.tell.losses[-10:]
+        not_saved = self.saving.finish(self.steps_done, self.stopped)
+        recent, best = self.tell.losses[-10:], self.saving.best
         return TrainResult(
             steps=self.steps_done,
             total_steps=self.total_steps,
@@ -239,109 +190,16 @@ class Run:
             is_main=self.world.is_main,
             stopped=self.stopped,
             not_saved=not_saved,
-            saved_at=self.saved_at,
+            saved_at=self.saving.saved_at,
             spent=self.tell.spent,
             rate=self.tell.rate(self.tell.spent.samples_per_second),
-            best=(self.best.loss, self.best.step) if isfinite(self.best.loss) else None,
+            best=(best.loss, best.step) if isfinite(best.loss) else None,
             memory=peak_memory(self.world.device),
             gave_up=self.gave_up,
         )
 
     def _is_over(self) -> bool:
         return self.steps_done >= self.total_steps or self.stopped or self.gave_up
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------
-
-    def _course(self) -> dict[str, Any]:
-        """What the data's position depends on."""
-        train = self.config.train
-        return {"batch_size": train.batch_size, "seed": train.seed, "samples": self.reader.samples or 0}
-
-    def _save(self, wait: bool = False) -> None:
-        assert self.checkpoints is not None
-        start = time.perf_counter()
-        if self.memory is not None:
-            self.memory.wait()  # they share a group, and what is sent in it must not mix
-        if wait and self.saved_at == self.steps_done:
-            self.checkpoints.wait()
-        if not wait or self.saved_at != self.steps_done or self.checkpoints.failed is not None:
-            keep = self.best.step if isfinite(self.best.loss) and self.config.checkpoint.keep_best else None
-            self.checkpoints.save(self.strategy, self._run_state(), wait, best=keep)
-            self.saved_at, self.saved_when, self.save_due = self.steps_done, time.monotonic(), False
-        self.tell.was_away("saving", start)
-        self._tell_problem()
-
-    def _run_state(self) -> dict[str, Any]:
-        """What is saved beside the tensors."""
-        best = asdict(self.best) if isfinite(self.best.loss) else None
-        return {"step": self.steps_done, **self._course(), "best": best}
-
-    def _save_if_due(self) -> None:
-        """After a step: to the disk by steps or seconds, else perhaps to memory."""
-        saving, step = self.config.checkpoint, self.steps_done
-        if self.stopped or step >= self.total_steps:
-            return
-        if (saving.every and step % saving.every == 0) or self.save_due:
-            self._save()
-        elif self.memory is not None and step % saving.in_memory == 0:
-            start = time.perf_counter()
-            if self.checkpoints is not None:
-                self.checkpoints.wait()
-            self.memory.save(self.strategy, self._run_state())
-            self.tell.was_away("saving", start)
-
-    def _watch_the_clock(self) -> None:
-        """Before a step: ranks' clocks differ, so the first one's decides, and the step tells the others."""
-        seconds = self.config.checkpoint.every_seconds
-        if seconds is not None and self.world.is_main and time.monotonic() - self.saved_when >= seconds:
-            self.strategy.request_save()
-            self.saved_when = time.monotonic()
-
-    def _tell_problem(self) -> None:
-        for place in (self.checkpoints, self.memory):
-            if place is not None and place.problem is not None:
-                where = "" if place is self.checkpoints else "in memory: "
-                self.tell.warn(f"{where}{place.problem}; training goes on")
-                self.tell.record("checkpoint", self.steps_done, {"problem": where + place.problem})
-                place.problem = None
-
-    def resume(self, source: Path) -> None:
-        """Go on from a run's newest whole checkpoint, or from one checkpoint; every rank must call it."""
-        one = source if (source / MANIFEST).exists() else None
-        home = source.parent if one is not None else source / CHECKPOINTS
-        found = self._find(home, one)
-        if found is None:
-            raise UserError(f"{home} has no whole checkpoint to go on from")
-        self._load(found)
-
-    def go_on(self, folder: Path) -> None:
-        """With an attempt of the same launch: from the newest whole state, in memory or on the disk; else from the
-        beginning. Every rank must call it.
-        """
-        homes = [folder / CHECKPOINTS, *([self.memory.folder] if self.memory is not None else [])]
-        found = [state for home in homes if (state := self._find(home)) is not None]
-        if found:
-            self._load(max(found, key=lambda state: state.name))  # step-00000120
-        else:
-            self.tell.say("no step was saved: this attempt starts at the beginning")
-
-    def _find(self, home: Path, one: Path | None = None) -> Path | None:
-        """The newest whole checkpoint there."""
-        found, damage = self._reading(home).find(one)
-        for line in damage:
-            self.tell.warn(f"damaged, passed over: {line}")
-        return found
-
-    def _reading(self, home: Path) -> Checkpoints:
-        return Checkpoints(self.world, home, group=self.checkpoints.group if self.checkpoints is not None else None)
-
-    def _load(self, found: Path) -> None:
-        check_same_course(read_run(found), self._course(), found)
-        saved = self._reading(found.parent).load(found, self.strategy)
-        self.steps_done = self.resumed_at = int(saved["step"])
-        self.best = best_of(saved)
-        ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
-        self.tell.say(f"resumed at step {self.steps_done} from {found}{ranks}")
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -356,7 +214,7 @@ class Run:
             data_seconds = time.perf_counter() - read_start
             lr = learning_rate(self.config.train, self.steps_done, self.total_steps)
             self.strategy.set_learning_rate(lr)
-            self._watch_the_clock()
+            self.saving.watch_the_clock()
             if self.attempt is not None:
                 self.attempt.take(self.steps_done + 1)
             result = self.strategy.step(batch)
@@ -375,8 +233,9 @@ class Run:
                     self._evaluate(epoch + 1)
                     self.strategy.model.train()
             self._check_replicas()
-            self._save_if_due()
-            self._tell_problem()
+            if not self.stopped and self.steps_done < self.total_steps:
+                self.saving.after_step(self.steps_done)
+            self.saving.tell_problems(self.steps_done)
 
     def _check_replicas(self) -> None:
         """Before anything is saved: a checkpoint must not have what is wrong here."""
@@ -399,7 +258,7 @@ class Run:
             step = self.unseen.popleft()
             self._guard(step)
             self.stopped = self.stopped or step.result.stop
-            self.save_due = self.save_due or step.result.save
+            self.saving.heard(step.result)
             breakdown = self.tell.add(step)
             for line in self.pace.add(breakdown):
                 self.tell.warn(f"step {step.number}: {line}")
@@ -440,18 +299,7 @@ class Run:
         loss, accuracy = found
         self.tell.tested(self.steps_done, max(1, epoch), loss, accuracy)
         self.evaluated = self.steps_done, loss, accuracy
-        is_best = self.best.saw(loss, self.steps_done)
-        if is_best and self.checkpoints is not None and self.config.checkpoint.keep_best:
-            self._save()
+        self.saving.evaluated(loss, self.steps_done)
         last = self.steps_done >= self.total_steps
-        self.gave_up = train.patience is not None and self.best.since >= train.patience and not last
+        self.gave_up = train.patience is not None and self.saving.best.since >= train.patience and not last
         return loss, accuracy
-
-
-def best_of(saved: dict[str, Any]) -> Best:
-    """What a checkpoint says of it; nothing where it says what we do not write."""
-    best = saved.get("best")
-    try:
-        return Best(float(best["loss"]), int(best["step"]), int(best["since"])) if best else Best()
-    except (TypeError, ValueError, KeyError):
-        return Best()

@@ -1,0 +1,195 @@
+"""What of a run outlives it: when it is saved, to the disk and to memory, and how a run goes on from it."""
+
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
+from lockstep.checkpoint.manifest import MANIFEST, read_run
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.launch.leftovers import memory_home
+from lockstep.layout.world import World
+from lockstep.strategies import ParallelModel, StepResult
+from lockstep.training.telling import Telling
+from lockstep.words import counted
+
+
+@dataclass
+class Best:
+    """The lowest test loss, and how long ago it was. Part of a checkpoint: a resumed run goes on counting."""
+
+    loss: float = inf
+    step: int = 0
+    since: int = 0
+    """Evaluations that have found nothing lower."""
+
+    def saw(self, loss: float, step: int) -> bool:
+        """Whether this is the lowest so far."""
+        if loss < self.loss:
+            self.loss, self.step, self.since = loss, step, 0
+            return True
+        self.since += 1
+        return False
+
+
+def best_of(saved: dict[str, Any]) -> Best:
+    """What a checkpoint says of it; nothing where it says what we do not write."""
+    best = saved.get("best")
+    try:
+        return Best(float(best["loss"]), int(best["step"]), int(best["since"])) if best else Best()
+    except (TypeError, ValueError, KeyError):
+        return Best()
+
+
+class Saving:
+    """The checkpoints of one run, as its loop uses them. Every rank must call the same methods after the same step."""
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        folder: Path | None,
+        strategy: ParallelModel,
+        tell: Telling,
+        course: dict[str, Any],
+    ) -> None:
+        """`folder`: of the run; None: nothing is saved. `course`: what the data's position depends on."""
+        self.world, self.strategy, self.tell, self.course = world, strategy, tell, course
+        self.asked = asked = config.checkpoint
+        self.disk: Checkpoints | None = None
+        self.memory: Checkpoints | None = None
+        """Copies of the state that outlive the ranks, and no more than that."""
+        self.best = Best()
+        self.saved_at = -1
+        """The step of the last checkpoint on the disk."""
+        self._when = time.monotonic()
+        self._due = False
+        """The first rank's clock has said so, and all ranks have heard it."""
+        alone = world.size > 1 and strategy.layout.norm.size == 1  # ranks that do not wait for each other: one saves
+        if folder is None or (alone and not world.is_main):
+            return
+        savers = World(device=world.device) if alone else world
+        given = (savers, folder / CHECKPOINTS, asked.keep_last, asked.asynchronous)
+        self.disk = Checkpoints(*given, parameters=strategy.parameters)
+        if asked.in_memory and (home := memory_home()) is not None:
+            self.memory = Checkpoints(savers, home, 1, asked.asynchronous, group=self.disk.group)
+        if self.to_the_end or asked.keep_best or self.memory is not None:
+            self.disk.get_ready()
+
+    @property
+    def to_the_end(self) -> bool:
+        """Whether a run that is done leaves a checkpoint of its last step."""
+        return bool(self.asked.every or self.asked.every_seconds)
+
+    # ---- saving ----------------------------------------------------------------------------------------------
+
+    def watch_the_clock(self) -> None:
+        """Before a step: ranks' clocks differ, so the first one's decides, and the step tells the others."""
+        seconds = self.asked.every_seconds
+        if seconds is not None and self.world.is_main and time.monotonic() - self._when >= seconds:
+            self.strategy.request_save()
+            self._when = time.monotonic()
+
+    def heard(self, result: StepResult) -> None:
+        """What a step has told all ranks."""
+        self._due = self._due or result.save
+
+    def after_step(self, step: int) -> None:
+        """To the disk by steps or seconds, else perhaps to memory."""
+        if (self.asked.every and step % self.asked.every == 0) or self._due:
+            self.save(step)
+        elif self.memory is not None and step % self.asked.in_memory == 0:
+            self._save_to(self.memory, step)
+
+    def save(self, step: int, wait: bool = False) -> None:
+        """To the disk; `wait` until it is there."""
+        if self.disk is None:
+            return
+        if wait and self.saved_at == step:
+            self.disk.wait()
+        if not wait or self.saved_at != step or self.disk.failed is not None:
+            self._save_to(self.disk, step, wait)
+            self.saved_at, self._when, self._due = step, time.monotonic(), False
+        self.tell_problems(step)
+
+    def _save_to(self, place: Checkpoints, step: int, wait: bool = False) -> None:
+        start = time.perf_counter()
+        for other in (self.disk, self.memory):  # they share a group, and what is sent in it must not mix
+            if other is not None and other is not place:
+                other.wait()
+        best = asdict(self.best) if isfinite(self.best.loss) else None
+        keep = self.best.step if best is not None and self.asked.keep_best and place is self.disk else None
+        place.save(self.strategy, {"step": step, **self.course, "best": best}, wait, best=keep)
+        self.tell.was_away("saving", start)
+
+    def evaluated(self, loss: float, step: int) -> None:
+        """The lowest so far is worth a checkpoint, where it is to be kept."""
+        if self.best.saw(loss, step) and self.asked.keep_best:
+            self.save(step)
+
+    def finish(self, step: int, stopped: bool) -> str | None:
+        """The run is over: why the checkpoint that it should leave is not there, if it is not."""
+        if self.disk is None:
+            return None
+        if stopped or self.to_the_end:
+            self.save(step, wait=True)
+            return self.disk.failed
+        if self.asked.keep_best:
+            self.disk.wait()
+            self.tell_problems(step)
+            return self.disk.failed
+        return None
+
+    def forget_memory(self) -> None:
+        """A launcher of ours would do it, torchrun would not."""
+        if self.memory is not None and self.world.local_rank == 0:
+            shutil.rmtree(self.memory.folder, ignore_errors=True)
+
+    def tell_problems(self, step: int) -> None:
+        for place, where in ((self.disk, ""), (self.memory, "in memory: ")):
+            if place is not None and place.problem is not None:
+                self.tell.warn(f"{where}{place.problem}; training goes on")
+                self.tell.record("checkpoint", step, {"problem": where + place.problem})
+                place.problem = None
+
+    # ---- going on --------------------------------------------------------------------------------------------
+
+    def resume(self, source: Path) -> int:
+        """From a run's newest whole checkpoint, or from one checkpoint; its step."""
+        one = source if (source / MANIFEST).exists() else None
+        home = source.parent if one is not None else source / CHECKPOINTS
+        found = self._find(home, one)
+        if found is None:
+            raise UserError(f"{home} has no whole checkpoint to go on from")
+        return self._load(found)
+
+    def go_on(self, folder: Path) -> int:
+        """With an attempt of the same launch: from the newest whole state, in memory or on the disk; else from 0."""
+        homes = [folder / CHECKPOINTS, *([self.memory.folder] if self.memory is not None else [])]
+        found = [state for home in homes if (state := self._find(home)) is not None]
+        if not found:
+            self.tell.say("no step was saved: this attempt starts at the beginning")
+            return 0
+        return self._load(max(found, key=lambda state: state.name))  # step-00000120
+
+    def _find(self, home: Path, one: Path | None = None) -> Path | None:
+        """The newest whole checkpoint there."""
+        found, damage = self._reading(home).find(one)
+        for line in damage:
+            self.tell.warn(f"damaged, passed over: {line}")
+        return found
+
+    def _reading(self, home: Path) -> Checkpoints:
+        return Checkpoints(self.world, home, group=self.disk.group if self.disk is not None else None)
+
+    def _load(self, found: Path) -> int:
+        check_same_course(read_run(found), self.course, found)
+        saved = self._reading(found.parent).load(found, self.strategy)
+        self.best = best_of(saved)
+        ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
+        self.tell.say(f"resumed at step {saved['step']} from {found}{ranks}")
+        return int(saved["step"])
