@@ -7,8 +7,10 @@ left there would be waited for for ever. Here nobody else compiles, so what lies
 """
 
 import os
+import time
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,3 +21,20 @@ COMPILED = Path(__file__).parents[1] / ".torch_extensions"
 os.environ["TORCH_EXTENSIONS_DIR"] = str(COMPILED)
 for lock in COMPILED.glob("*/lock"):
     lock.unlink(missing_ok=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="begin no test after so many: on a machine that is starved")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN] = time.monotonic()
+
+
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - item.config.stash[BEGAN] > 60 * minutes:
+        pytest.skip(f"{minutes:g} minutes are over")

@@ -8,8 +8,13 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 
+LONG = 400.0
+"""Seconds that nothing takes, even on a machine that is busy with other things: it bounds a hang, and measures nothing.
+pytest's own limit is longer.
+"""
 
-def on_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+
+def on_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = LONG) -> list[Any]:
     """`function(world, *args)` on `nproc` CPU ranks. Functions must live at the top of a test module.
 
     The ranks are forks of a server that has torch imported, which saves seconds each time; those of commands, and of

@@ -26,7 +26,7 @@ from lockstep.comm.cost import Prices, Sample, choose, cost, fit
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.comm.wire import Wire
 from lockstep.layout.world import World
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 LENGTHS = (0, 1, 2, 5, 1000, 2 * PIECE_BYTES // 4 + 3)
 DTYPES = (
@@ -75,7 +75,7 @@ def against_native(world: World, backend: str, per_node: int) -> None:
     ("nproc", "backend", "per_node"), [(2, "gloo", 1), (3, "shm", 2), (4, "gloo", 2), (5, "shm", 2), (7, "shm", 4)]
 )
 def test_all_reduce_equals_the_native_one(nproc: int, backend: str, per_node: int) -> None:
-    on_ranks(against_native, nproc, backend, per_node, timeout=110)
+    on_ranks(against_native, nproc, backend, per_node, timeout=LONG)
 
 
 def parts_of_it(world: World) -> None:
@@ -202,7 +202,7 @@ def train_with_all(world: World) -> None:
 
 
 def test_data_parallel_trains_with_every_algorithm() -> None:
-    on_ranks(train_with_all, 3, timeout=100)
+    on_ranks(train_with_all, 3, timeout=LONG)
 
 
 def test_an_unknown_algorithm_is_refused() -> None:

@@ -20,7 +20,7 @@ from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices
 from lockstep.layout.world import World
 from lockstep.words import duration
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 
 def row(nbytes: int, seconds: float, collective: str = "all_reduce", algorithm: str = "native", ranks: int = 4) -> Row:
@@ -88,7 +88,7 @@ def everything(world: World) -> list[Row]:
 
 
 def test_every_collective_by_every_candidate_is_right() -> None:
-    rows = on_ranks(everything, 3, timeout=110)[0]
+    rows = on_ranks(everything, 3, timeout=LONG)[0]
     assert {r.collective for r in rows} == set(COLLECTIVES)
     assert {r.candidate.algorithm for r in rows} >= {"native", *ALGORITHMS}
     assert [r for r in rows if r.wrong != 0] == []
@@ -173,7 +173,7 @@ def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
     flags += ["--nproc", "2", "--csv", str(file), "--json", str(tmp_path / "comm.json")]
     process = subprocess.Popen([sys.executable, "-m", "lockstep", "bench", "comm", *flags], stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + LONG
         while len(file.read_text().splitlines() if file.exists() else []) < 3 and time.monotonic() < end:
             time.sleep(0.1)
     finally:

@@ -36,7 +36,7 @@ from lockstep.measure.statistics import estimate
 from lockstep.measure.timing import Timing, as_rows, over_cycles
 from lockstep.results.record import read_record
 from lockstep.strategies import strategy_named
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 # ---- statistics ----------------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ def time_some(world: World) -> list[Timing]:
 
 
 def test_cases_on_ranks() -> None:
-    everyone = on_ranks(time_some, 3, timeout=100)
+    everyone = on_ranks(time_some, 3, timeout=LONG)
     found = {t.label: t for t in everyone[0]}
     whole = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 / 2**20  # MiB
     for label, parts in (("bucketed", (1, 1, 2)), ("zero1", (1, 1, 2 / 3)), ("zero3", (1 / 3, 1 / 3, 2 / 3))):
@@ -307,7 +307,7 @@ def call_elsewhere(world: World) -> tuple[Any, ...]:
 @pytest.mark.slow
 def test_one_process_begins_with_all_cores() -> None:
     """A rank begins with its share, and cannot have more later on every CPU."""
-    threads, variable, process, left = on_ranks(call_elsewhere, 2, timeout=60)[0]
+    threads, variable, process, left = on_ranks(call_elsewhere, 2, timeout=LONG)[0]
     assert (threads, variable) == (available_cores(), str(available_cores()))
     assert not psutil.pid_exists(process)
     assert left == []
@@ -322,7 +322,7 @@ def test_a_rank_begins_with_the_threads_asked_for() -> None:
     """Also if it is the only one, which is in this process else."""
     asked = available_cores() - 1
     before = os.environ.get("OMP_NUM_THREADS")
-    launch = Launch(nproc=1, device="cpu", timeout=60)
+    launch = Launch(nproc=1, device="cpu", timeout=LONG)
     assert run_on_ranks(threads_here, launch=launch, threads=asked) == [(asked, str(asked))]
     assert os.environ.get("OMP_NUM_THREADS") == before
 

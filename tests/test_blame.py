@@ -20,7 +20,7 @@ from lockstep.strategies.replicas import checksum, differing_replicas
 from lockstep.training.loop import train
 from lockstep.training.pace import OWN_WORK, STEPS, straggler
 from lockstep.training.prepare import load_data, prepare_strategy
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 # ---- stragglers ------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ def test_a_healthy_run_on_a_busy_machine_names_nobody(tmp_path: Path) -> None:
     try:
         command = [sys.executable, "-m", "lockstep", "train", "configs/digits_cnn.yaml", "--nproc", "2",
                    "--train.steps", "200", "--train.evaluate-every", "0", "--run-dir", str(tmp_path)]  # fmt: skip
-        subprocess.run(command, check=True, timeout=200, capture_output=True)
+        subprocess.run(command, check=True, timeout=LONG, capture_output=True)
     finally:
         for process in load:
             process.kill()
@@ -161,7 +161,7 @@ def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "lockstep", "train", "--model.import", "hungry:Net", "--nproc", "2", "--run-dir",
                "run", "--max-restarts", "2"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     line = done.stderr.splitlines()[-1]
     assert "ran out of memory on this machine: it held parameters 0.00 GiB" in line

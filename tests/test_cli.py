@@ -15,9 +15,10 @@ from lockstep.config import Config, Own, Parallel
 from lockstep.config.load import MODELS, valid_keys
 from lockstep.launch import Launch
 from lockstep.results.record import read_record
+from tests.ranks import LONG
 
 
-def lockstep(*words: str, timeout: float = 250) -> subprocess.CompletedProcess[str]:
+def lockstep(*words: str, timeout: float = LONG) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lockstep", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
@@ -155,7 +156,7 @@ def test_the_demo_ticks_every_equal_strategy(tmp_path: Path) -> None:
 def test_torchrun_runs_the_same_command(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]
     words = ["train", "--device", "cpu", "--train.steps", "2", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=250)
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 ranks on") == 1
 

@@ -15,6 +15,7 @@ from lockstep.config.cluster import HOWS, Job, script
 from lockstep.launch.adopt import port_of
 from lockstep.training.metrics import MetricsWriter
 from lockstep.training.sinks import Prometheus
+from tests.ranks import LONG
 
 SCRIPTS = sorted(Path("scripts").glob("*.sh"))
 SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
@@ -124,7 +125,7 @@ def test_the_ready_scripts_run(name: str, flags: tuple[str, ...], said: str, tmp
     given = [str(Path(flag).absolute()) if flag.endswith(".yaml") else flag for flag in flags]
     environment = {**os.environ, "RANKS": "2", "MASTER_PORT": "29611"}
     command = ["bash", str(script.absolute()), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout
 

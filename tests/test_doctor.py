@@ -15,6 +15,7 @@ from lockstep.doctor.machine import machine
 from lockstep.doctor.nodes import Report, by_ssh, differences
 from lockstep.doctor.trial import master
 from lockstep.doctor.variables import harm, variables
+from tests.ranks import LONG
 
 
 def test_doctor_looks_at_everything_and_tries_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +120,6 @@ def test_nodes_are_asked_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_under_torchrun_every_node_is_looked_at() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep", "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
     assert "between 1 nodes" in done.stdout, done.stdout + done.stderr
     assert "nothing differs that matters" in done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.training.attempt import step_in_progress
-from tests.ranks import free_port
+from tests.ranks import LONG, free_port
 
 AGENT = (
     *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.1"),
@@ -38,11 +38,11 @@ def test_a_lost_node_leaves_the_batch_as_it_was(tmp_path: Path) -> None:
     first = agent(port, run)
     time.sleep(1)  # it hosts the rendezvous
     second = agent(port, run)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + LONG
     while step_in_progress(run) < 45 and time.monotonic() < deadline:
         time.sleep(0.02)
     second.send_signal(signal.SIGKILL)
-    output, _ = first.communicate(timeout=120)
+    output, _ = first.communicate(timeout=LONG)
     second.wait()
     assert first.returncode == 0, output
     assert "global batch 128 = 64 per rank x 2 ranks" in output

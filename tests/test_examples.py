@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.layout.world import World
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 from tests.test_images import make_images
 
 EXAMPLES = Path("examples")
@@ -51,7 +51,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     start = launcher if name == "naive_ddp.py" else [sys.executable]
     script = str((EXAMPLES / name).absolute())
-    done = subprocess.run([*start, script, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*start, script, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr[-2000:]
     assert said in done.stdout
 

@@ -21,7 +21,7 @@ from lockstep.strategies.pipeline import PipelineWorker
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.verify import Request, Verdict, verify
 from lockstep.verify.scenarios import CUT_GPT
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 from tests.test_checkpoint import session
 
 FEW = ["zero3,tp=2", "ddp,pp=2:1f1b", "zero1,pp=2:zb-v,tp=2:sequence", "fsdp,cp=2", "fsdp,tp=2:sequence:native"]
@@ -54,7 +54,7 @@ def verify_some(world: World, names: list[str], steps: int) -> list[Verdict]:
     return verify(world, Request(names, steps=steps))
 
 
-def failures(ranks: int, names: list[str], steps: int = 2, timeout: float = 60) -> dict[str, list[str]]:
+def failures(ranks: int, names: list[str], steps: int = 2, timeout: float = LONG) -> dict[str, list[str]]:
     verdicts = on_ranks(verify_some, ranks, names, steps, timeout=timeout)[0]
     return {v.strategy: v.failures for v in verdicts if not v.passed}
 
@@ -64,14 +64,12 @@ def test_some_of_each_axis_equal_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ranks", "names"), [(2, TWO), (4, FOUR), (8, EIGHT)])
 def test_all_of_them_equal_one_process(ranks: int, names: list[str]) -> None:
     assert not failures(ranks, names, 3, timeout=500)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_all_of_them_equal_one_process_on_gloo() -> None:
     launch = Launch(nproc=2, device="cpu", backend="gloo")
     verdicts = run_on_ranks(verify_some, TWO, 3, launch=launch, start_method="forkserver")[0]
@@ -104,7 +102,6 @@ def test_a_checkpoint_moves_to_other_axes_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_checkpoints_move_between_all_axes(tmp_path: Path) -> None:
     two = ["single,tp=2:sequence", "single,tp=2:native", "single,pp=2:interleaved", "zero3,cp=1", "fsdp,tp=2"]
     four = [

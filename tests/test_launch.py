@@ -25,7 +25,7 @@ from lockstep.launch.join import choose_device, share_gpu_environment
 from lockstep.launch.processes import signature
 from lockstep.launch.start import check_nproc
 from lockstep.layout.world import World
-from tests.ranks import free_port
+from tests.ranks import LONG, free_port
 
 SCRIPT = textwrap.dedent(
     """
@@ -70,7 +70,7 @@ def threads_and_device(world: World) -> tuple[int, str, str]:
 
 def on_ranks(function: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
     """Started afresh, as commands do."""
-    return run_on_ranks(function, *args, launch=Launch(nproc=nproc, device="cpu", timeout=60))
+    return run_on_ranks(function, *args, launch=Launch(nproc=nproc, device="cpu", timeout=LONG))
 
 
 def children(process: int | None = None) -> list[psutil.Process]:
@@ -107,7 +107,7 @@ def test_the_first_failing_rank_is_what_one_sees(how: str, kind: type[Exception]
     start = time.monotonic()
     with pytest.raises(kind, match=message):
         on_ranks(fail_on_rank_1, 3, how)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < LONG / 2
     assert children() == []
 
 
@@ -164,7 +164,7 @@ def test_torchruns_ranks_are_adopted_on_two_nodes(script: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
     torchrun += ["--master_addr=127.0.0.1", f"--master_port={port}"]
     nodes = [start([*torchrun, f"--node_rank={n}", script]) for n in range(2)]
-    output = "".join(node.communicate(timeout=250)[0] for node in nodes)
+    output = "".join(node.communicate(timeout=LONG)[0] for node in nodes)
     assert all(node.returncode == 0 for node in nodes), output
     for rank in range(4):
         assert f"rank {rank} of 4, local {rank % 2}: 6" in output
@@ -174,7 +174,7 @@ def test_sruns_ranks_are_adopted(script: str) -> None:
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "localhost"}
     slurm["MASTER_PORT"] = str(free_port())
     tasks = [start([sys.executable, script], **slurm, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
-    output = "".join(task.communicate(timeout=250)[0] for task in tasks)
+    output = "".join(task.communicate(timeout=LONG)[0] for task in tasks)
     assert "rank 0 of 2, local 0: 1" in output
     assert "rank 1 of 2, local 1: 1" in output
 
@@ -194,7 +194,7 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 def test_a_missing_rank_is_an_error_in_bounded_time(script: str) -> None:
     process = start([sys.executable, script, "3"], **rank_environment(0, 2, free_port()))
-    output, _ = process.communicate(timeout=250)
+    output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert "not all of WORLD_SIZE=2 ranks joined" in output
     assert "Traceback" not in output
@@ -205,13 +205,13 @@ def test_a_taken_port_is_named(script: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        output, _ = start([sys.executable, script, "3"], **rank_environment(0, 2, port)).communicate(timeout=250)
+        output, _ = start([sys.executable, script, "3"], **rank_environment(0, 2, port)).communicate(timeout=LONG)
     assert f"port {port} is taken" in output
     assert "Traceback" not in output
 
 
 def test_a_wrong_world_size_is_named(script: str) -> None:
-    output, _ = start([sys.executable, script], **rank_environment(2, 2, free_port())).communicate(timeout=250)
+    output, _ = start([sys.executable, script], **rank_environment(2, 2, free_port())).communicate(timeout=LONG)
     assert "RANK is 2 and WORLD_SIZE is 2, but ranks go from 0 to WORLD_SIZE - 1" in output
 
 
@@ -237,7 +237,7 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals, 
     command = [sys.executable, "-m", "lockstep", "train", "--nproc", "2", "--device", "cpu"]
     command += ["--train.epochs", "100000", "--run-dir", str(tmp_path / "run")]
     process = start(command)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + LONG
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -247,8 +247,8 @@ def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals, 
         os.killpg(process.pid, how)
     else:
         process.send_signal(how)
-    output, _ = process.communicate(timeout=15)
-    _, alive = psutil.wait_procs(family, timeout=10)
+    output, _ = process.communicate(timeout=LONG)
+    _, alive = psutil.wait_procs(family, timeout=LONG)
     assert alive == []
     if how == signal.SIGINT:
         assert process.returncode == 130
@@ -264,7 +264,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     command += ["--data.name", "synthetic", "--data.kind", "regression", "--data.shape", "2048", "--data.classes", "8"]
     command += ["--model.width", "2048", "--train.batch-size", "40000", "--data.samples", "40000"]
     process = start([*command, "--train.lr", "1e-6", "--run-dir", str(tmp_path / "run")])
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + LONG
     while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1)
@@ -273,8 +273,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     time.sleep(0.5)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=10)
-    _, alive = psutil.wait_procs(family, timeout=10)
+    output, _ = process.communicate(timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=LONG)
     assert (process.returncode, alive) == (130, [])
     assert "interrupted: Ctrl-C: all ranks were ended" in output
 
@@ -282,16 +282,16 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 def test_ctrl_c_while_ranks_import(tmp_path: Path) -> None:
     """Python's own answer would be a traceback from the midst of the imports, of every rank."""
     process = start([sys.executable, "-m", "lockstep", "demo", "--device", "cpu", "--run-dir", str(tmp_path)])
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + LONG
     ranks: list[psutil.Process] = []
     while len(ranks) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
         ranks = children(process.pid)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=LONG)
     assert (process.returncode, output) == (130, "interrupted: Ctrl-C: all ranks were ended\n")
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=LONG)
     assert alive == []
 
 
@@ -309,7 +309,7 @@ def test_a_rank_that_leaves_is_noticed_at_once() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 left with sys.exit\(0\) before its work was done"):
         on_ranks(leaves, 2, "sys.exit")
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < LONG / 2
 
 
 KILLED = textwrap.dedent(
@@ -334,7 +334,7 @@ def test_the_cause_comes_first(tmp_path: Path, backend: str) -> None:
     """Of four ranks one is killed: its end is the first line, and the survivors' tracebacks are not there at all."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    ended = subprocess.run([sys.executable, str(script), backend], capture_output=True, text=True, timeout=250)
+    ended = subprocess.run([sys.executable, str(script), backend], capture_output=True, text=True, timeout=LONG)
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert last == "lockstep.errors.RankError: rank 1 failed first (exit code -9): it was ended by SIGKILL"

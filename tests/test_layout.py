@@ -14,7 +14,7 @@ from lockstep.errors import UserError
 from lockstep.layout import AXES, Degrees, Layout, Region, World
 from lockstep.layout.layout import coordinates
 from lockstep.layout.region import uncovered
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 # ---- degrees -------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def groups_on_a_rank(world: World) -> dict[str, tuple[str, list[int], bool]]:
 
 
 def test_groups_for_each_purpose_on_eight_ranks() -> None:
-    for rank, found in enumerate(on_ranks(groups_on_a_rank, 8, timeout=90)):
+    for rank, found in enumerate(on_ranks(groups_on_a_rank, 8, timeout=LONG)):
         assert all(right for _, _, right in found.values()), f"rank {rank}: {found}"
     assert {name: (axis, ranks) for name, (axis, ranks, _) in found.items()} == {  # of the last rank
         "batch": ("replicate", [5, 7]),

@@ -19,6 +19,7 @@ from lockstep.errors import UserError
 from lockstep.launch import link
 from lockstep.launch.link import check_possible, parse_link, run_over_link
 from lockstep.training.attempt import read_status, step_in_progress
+from tests.ranks import LONG
 
 
 def why_not() -> str | None:
@@ -97,7 +98,7 @@ def test_the_shaped_rate_shows_between_nodes_and_not_inside(tmp_path: Path) -> N
 def shaped_run(file: Path) -> Any:
     flags = ["-b", "4M", "-e", "4M", "-n", "3", "-w", "1", "--json", str(file)]
     process = lockstep("bench", "comm", "--link", "200mbit", "--collectives", "all_reduce", "pairs", *flags)
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, err
     assert "4 ranks" in out
     return json.loads(file.read_text())["result"]
@@ -108,11 +109,11 @@ def shaped_run(file: Path) -> Any:
 def test_latency_shows_and_training_is_equal_over_it() -> None:
     flags = ("--strategies", "bucketed", "--steps", "1")
     process = lockstep("verify", "--link", "1gbit,2ms", "--nproc", "2", *flags)
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, err
     assert "1 of 1 passed" in out
     process = lockstep("bench", "comm", "--link", "1gbit,20ms", "--nproc", "2", "--collectives", "pairs", "-n", "5")
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, err
     number, unit = re.findall(r"^ 0\s+-\s+([\d.]+) (us|ms|s)\b", out, re.MULTILINE)[0]
     assert 20e-3 < float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit] < 60e-3
@@ -124,7 +125,7 @@ def test_latency_shows_and_training_is_equal_over_it() -> None:
 def test_nothing_is_left_however_it_ends(how: signal.Signals) -> None:
     before = network()
     process = lockstep("bench", "comm", "--link", "10mbit", "-b", "16M", "-e", "16M")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONG
     family: list[psutil.Process] = []
     while len(family) < 8 and time.monotonic() < deadline:  # two nodes of unshare, torchrun and two ranks
         assert process.poll() is None, process.communicate()
@@ -132,9 +133,9 @@ def test_nothing_is_left_however_it_ends(how: signal.Signals) -> None:
         family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 8
     process.send_signal(how)
-    process.communicate(timeout=20)
+    process.communicate(timeout=LONG)
     assert process.returncode == (-9 if how == signal.SIGKILL else 130)
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=LONG)
     assert not alive, [p.cmdline() for p in alive]
     assert network() == before
 
@@ -143,7 +144,7 @@ def test_nothing_is_left_however_it_ends(how: signal.Signals) -> None:
 @needs_namespaces
 def test_a_mistake_inside_the_nodes_is_one_line() -> None:
     process = lockstep("bench", "train", "--link", "1gbit", "--data.name", "mnist", "--data.no-download")
-    _, err = process.communicate(timeout=250)
+    _, err = process.communicate(timeout=LONG)
     assert process.returncode == 2
     assert err.startswith("error: ")
     assert "Traceback" not in err
@@ -156,7 +157,7 @@ def trained_on_two_nodes(run: Path, *flags: str) -> tuple[list[link.Node], Any]:
     relay = link.connect(nodes, link.parse_link("1gbit"))
     for node in nodes:
         node.go()
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + LONG
     while step_in_progress(run) < 5:
         assert time.monotonic() < deadline, "no step was taken"
         time.sleep(0.05)

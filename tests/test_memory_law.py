@@ -12,7 +12,7 @@ from lockstep.layout.world import World
 from lockstep.models import parameter_count
 from lockstep.strategies import strategy_named
 from lockstep.training.prepare import prepare_strategy, prepared_model
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 
 def memory_of(tensors: list[Tensor]) -> float:
@@ -72,4 +72,4 @@ def check_law(world: World) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_stage_keeps_its_law(ranks: int) -> None:
-    on_ranks(check_law, ranks, timeout=110)
+    on_ranks(check_law, ranks, timeout=LONG)

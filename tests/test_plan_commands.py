@@ -10,12 +10,12 @@ from lockstep.cli import main
 from lockstep.config import load_config
 from lockstep.errors import UserError
 from lockstep.plan import step
-from lockstep.plan.calibrate import Measured, machine_from
+from lockstep.plan.calibrate import Measured, kind_of, machine_from
 from lockstep.plan.check import judge as check
 from lockstep.plan.constants import fitted
 from lockstep.plan.learn import layout_of
-from lockstep.plan.links import collective_seconds
-from lockstep.plan.machine import machine_of, parse_cluster
+from lockstep.plan.links import collective_seconds, message_seconds
+from lockstep.plan.machine import machine_of, parse_cluster, read_machine
 from lockstep.plan.network import transformer
 from lockstep.plan.published import read_rows
 from tests.browser import Browser, chromium
@@ -125,16 +125,31 @@ def measured() -> Measured:
     return Measured(products, [(4, 4, 256, 32, 1e-3)], 1e10, 1, 8 * 2**30, "CPU")
 
 
-def test_calibration_makes_the_formulas_say_what_was_measured() -> None:
+def test_calibration_makes_the_formulas_say_what_was_measured(tmp_path: Path) -> None:
     from lockstep.plan.kernels import product_seconds
 
-    machine = machine_from([measured(), measured()], {("all_gather", 4096): 1e-4, ("all_gather", 16777216): 1e-2})
+    links = {("all_gather", 4096): 1e-4, ("all_gather", 16777216): 1e-2, ("reduce_scatter", 16777216): 1e-2}
+    links |= {("all_reduce", 16777216): 2e-2, ("send_recv", 16777216): 4e-2}
+    machine = machine_from([measured(), measured()], links)
     c = fitted()
     changed = c.scaled(machine.factors)
     said = [product_seconds(m, k, n, "fp32", machine, changed) for m, k, n, _, _ in measured().products]
     for one, (_, _, _, _, seconds) in zip(said, measured().products, strict=True):
         assert one == pytest.approx(seconds, rel=0.2)
     assert collective_seconds(16777216, 2, 1, machine, c) == pytest.approx(1e-2, rel=0.05)
+    assert message_seconds(16777216, 1, machine, c) == pytest.approx(4e-2, rel=0.05)
+    machine.save(tmp_path / "machine.yaml")
+    assert read_machine(tmp_path / "machine.yaml").inside == machine.inside
+
+
+def test_a_gpu_is_known_by_its_whole_name() -> None:
+    names = {"NVIDIA H200": "h200", "NVIDIA H20": "h20", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GB200": "gb200"}
+    names |= {
+        "NVIDIA A100-SXM4-80GB": "a100-80",
+        "NVIDIA A100-PCIE-40GB": "a100-pcie",
+        "Tesla V100-SXM2-32GB": "v100-32",
+    }
+    assert {name: kind_of(name) for name in names} == names
 
 
 MISTAKES = {

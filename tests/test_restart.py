@@ -18,6 +18,7 @@ from lockstep.launch.leftovers import MEMORY
 from lockstep.training.attempt import read_status, step_in_progress
 from lockstep.training.export import load_model
 from lockstep.training.metrics import METRICS, SET_ASIDE, set_aside
+from tests.ranks import LONG
 
 CONFIG = "configs/digits_cnn.yaml"
 SHORT = ("--train.steps", "60", "--train.log-every", "2", "--train.evaluate-every", "0")
@@ -30,7 +31,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
 
 def reached(run: Path, step: int) -> list[int]:
     """Wait until the run takes this step; the processes of its ranks."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONG
     while step_in_progress(run) < step:
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.005)
@@ -57,7 +58,7 @@ def same_weights(one: Path, other: Path) -> bool:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     process = start("--nproc", "2", "--checkpoint.every", "60", "--run-dir", str(run))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 0, output
     return run
 
@@ -77,7 +78,7 @@ def test_a_killed_rank_costs_some_steps_and_no_weight(
     with start("--nproc", "2", "--run-dir", str(run), *saving, "--checkpoint.every-seconds", "600",
                "--max-restarts", "2") as process:  # fmt: skip
         os.kill(reached(run, 25)[1], signal.SIGKILL)
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 0, output
     assert "rank 1 failed first (exit code -9): it was ended by SIGKILL; all ranks are started anew (1 of 2)" in output
     assert "resumed at step" in output
@@ -109,7 +110,7 @@ def test_a_step_that_fails_twice_is_not_tried_a_third_time(tmp_path: Path) -> No
     )
     command = [sys.executable, "-m", "lockstep", "train", "--model.import", "broken:Net", "--nproc", "2", "--run-dir",
                "run", "--max-restarts", "5", "--train.steps", "9"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.count("all ranks are started anew") == 2, done.stderr
     assert "two attempts in a row ended in step" in done.stderr

@@ -24,7 +24,7 @@ from lockstep.training.export import export_weights, load_model
 from lockstep.training.generate import generate
 from lockstep.training.loop import train
 from lockstep.verify import Request, Verdict, verify
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SPEC = DataSpec("tokens", (8,), 32)
@@ -55,7 +55,7 @@ def savers_and_configs(world: World) -> tuple[list[Verdict], dict[str, int]]:
 
 @pytest.mark.slow
 def test_every_saver_with_every_kind_of_sharding_and_every_config() -> None:
-    verdicts, started = on_ranks(savers_and_configs, 2, timeout=110)[0]
+    verdicts, started = on_ranks(savers_and_configs, 2, timeout=LONG)[0]
     for verdict in verdicts:
         assert verdict.passed, f"{verdict.strategy}: {verdict.failures}"
     assert started == dict.fromkeys(NEW, 2)

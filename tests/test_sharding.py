@@ -15,7 +15,7 @@ from lockstep import FullyShardedDataParallel, ShardedDataParallel, ShardedOptim
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 WIDTH = 6
 
@@ -335,17 +335,17 @@ def test_two_ranks() -> None:
         "lower_precision",
         "gradients_are_reduced_in_fp32",
     )
-    on_ranks(run_checks, 2, checks, timeout=110)
+    on_ranks(run_checks, 2, checks, timeout=LONG)
 
 
 @pytest.mark.slow
 def test_three_ranks_over_gloo() -> None:
-    launch = Launch(nproc=3, device="cpu", timeout=110, backend="gloo")
+    launch = Launch(nproc=3, device="cpu", timeout=LONG, backend="gloo")
     run_on_ranks(run_checks, ("stages_1_and_2", "stage_3"), launch=launch)
 
 
 def test_four_ranks() -> None:
-    on_ranks(run_checks, 4, ("bytes_are_bounded",), timeout=110)
+    on_ranks(run_checks, 4, ("bytes_are_bounded",), timeout=LONG)
 
 
 def test_one_process_needs_no_ranks() -> None:

@@ -14,7 +14,7 @@ from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.board import CELL_BYTES
 from lockstep.comm.shm.shared import held_bytes
 from lockstep.layout.world import World
-from tests.ranks import left_in_shm, on_ranks
+from tests.ranks import LONG, left_in_shm, on_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shm backend is Linux's")
 
@@ -318,7 +318,7 @@ def check_overlap(world: World) -> None:
     work = dist.all_reduce(tensor, async_op=True)
     ended = []
     work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONG
     while not ended and time.monotonic() < deadline:
         torch.mm(torch.ones(64, 64), torch.ones(64, 64))
     assert ended
@@ -336,7 +336,7 @@ def test_operations(nproc: int) -> None:
             *("reductions", "same_bits", "collectives", "messages", "first_receive", "groups", "overlap", "shared"),
             *("callbacks", "mistakes_do_not_poison", "layouts", "beside_by_hand", "slow_maker"),
         ),
-        timeout=100,
+        timeout=LONG,
     )
     assert not left_in_shm()
 

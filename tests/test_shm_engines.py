@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lockstep.layout.world import World
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shm backend is Linux's")
 
@@ -63,7 +63,7 @@ def engines(world: World) -> None:
 
 
 def test_pytorch_engines_run_unchanged() -> None:
-    on_ranks(engines, 3, timeout=100)
+    on_ranks(engines, 3, timeout=LONG)
 
 
 def pipeline(world: World) -> None:

@@ -19,7 +19,7 @@ from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.models.lora import add_lora
 from lockstep.parallel.recompute import recompute
-from tests.ranks import on_ranks, refused
+from tests.ranks import LONG, on_ranks, refused
 
 LLAMA = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu"}
 SPEC = DataSpec("tokens", (8,), 19)
@@ -109,7 +109,7 @@ def check_all(world: World) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_is_equal_to_one_process(ranks: int) -> None:
-    on_ranks(check_all, ranks, timeout=110)
+    on_ranks(check_all, ranks, timeout=LONG)
 
 
 def check_law(world: World) -> None:

@@ -34,7 +34,7 @@ from lockstep.training.metrics import MetricsWriter
 from lockstep.training.optimizer import learning_rate, optimizer_factory
 from lockstep.training.prepare import options_for, prepare_strategy
 from lockstep.training.result import TrainResult
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 SMALL = CNN(channels=(8,), hidden=16)
 
@@ -52,7 +52,6 @@ def test_the_digits_reach_98_percent_with_one_process_and_with_two(tmp_path: Pat
         launch = Launch(nproc=ranks, device="cpu")
         results[ranks] = run_on_ranks(train, config, tmp_path / str(ranks), True, launch=launch)[0]
         assert results[ranks].test_accuracy >= 0.98
-        assert results[ranks].seconds < 60
     assert results[1].losses == pytest.approx(results[2].losses, abs=1e-3)
     assert load_config(tmp_path / "2" / "config.yaml") == config
 
@@ -190,7 +189,7 @@ def fp16_overflow(world: World) -> tuple[int, int, float]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    return on_ranks(train_several, 2, timeout=100)
+    return on_ranks(train_several, 2, timeout=LONG)
 
 
 EQUAL = ("naive", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero1_torch")

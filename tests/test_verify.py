@@ -24,7 +24,7 @@ from lockstep.strategies.worker import Worker
 from lockstep.verify import Request, Verdict, verify
 from lockstep.verify.run import Proofs
 from lockstep.verify.scenarios import SMALL_CNN, Scenario, scenarios_for
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 
 class NotAveraged(HandWritten):
@@ -303,7 +303,7 @@ def verify_all(world: World) -> list[Verdict]:
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_strategy_passes(ranks: int) -> None:
     """2 and 4 ranks are what `lockstep verify` itself runs by default; here are the odd ones."""
-    for verdict in on_ranks(verify_all, ranks, timeout=120)[0]:
+    for verdict in on_ranks(verify_all, ranks, timeout=LONG)[0]:
         assert verdict.passed, f"{verdict.strategy}: {verdict.failures}"
 
 

@@ -22,7 +22,7 @@ from lockstep.data import read_share
 from lockstep.layout.world import World
 from lockstep.strategies import available_strategies, strategy_named
 from lockstep.training.prepare import load_data, prepare_strategy
-from tests.ranks import left_in_shm, on_ranks
+from tests.ranks import LONG, left_in_shm, on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +35,12 @@ TRAIN = [
 has_deepspeed = pytest.mark.skipif("deepspeed" not in available_strategies(), reason="DeepSpeed is not installed")
 
 
-def command(words: list[str], folder: Path, timeout: float = 380) -> "subprocess.CompletedProcess[str]":
+def command(words: list[str], folder: Path, timeout: float = LONG) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         words, capture_output=True, text=True, timeout=timeout, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
 
 
-@pytest.mark.timeout(600)
 def test_under_torchrun_one_rank_names_the_folder(tmp_path: Path) -> None:
     """Three starts of four ranks: each has one folder, with a whole checkpoint."""
     for number in range(3):
@@ -56,7 +55,6 @@ def test_under_torchrun_one_rank_names_the_folder(tmp_path: Path) -> None:
         assert command([sys.executable, "-m", "lockstep", "export", str(run)], tmp_path).returncode == 0
 
 
-@pytest.mark.timeout(400)
 def test_resume_auto_takes_the_newest_that_fits_and_harms_none(tmp_path: Path) -> None:
     lockstep = [sys.executable, "-m", "lockstep"]
     first = [*lockstep, *TRAIN, "--train.steps", "4", "--checkpoint.every", "2"]
@@ -76,22 +74,20 @@ def test_resume_auto_takes_the_newest_that_fits_and_harms_none(tmp_path: Path) -
     assert command([*lockstep, "export", str(old)], tmp_path).returncode == 0
 
 
-@pytest.mark.timeout(400)
 def test_two_runs_never_write_to_one_folder(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "lockstep", *TRAIN, "--train.steps", "100000", "--run-dir", "here"]
     running = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + LONG
     while not (tmp_path / "here" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     second = command(words, tmp_path)
     assert second.returncode == 2
     assert f"here is being written by another run (process {running.pid} on" in second.stderr
     running.send_signal(signal.SIGTERM)
-    output, _ = running.communicate(timeout=300)
+    output, _ = running.communicate(timeout=LONG)
     assert "stopped by SIGTERM and saved" in output
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("how", ["to the end", "stopped"])
 def test_a_save_that_failed_is_no_success(tmp_path: Path, how: str) -> None:
     """A file stands where the checkpoints' folder should be: exit status 1, and the last line says so."""
@@ -107,18 +103,17 @@ def test_a_save_that_failed_is_no_success(tmp_path: Path, how: str) -> None:
         stderr=subprocess.STDOUT,
     )
     if how == "stopped":
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + LONG
         while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 1, output
     assert "the last checkpoint was not saved" in output.splitlines()[-1]
     assert "and saved" not in output
 
 
-@pytest.mark.timeout(400)
 def test_a_rank_that_is_stopped_while_saving_is_not_waited_for_for_an_hour(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "lockstep", *TRAIN, "--nproc", "2", "--timeout", "8", "--train.steps", "100000"]
     words += ["--checkpoint.every", "5", "--checkpoint.no-asynchronous", "--run-dir", str(tmp_path / "run")]
@@ -126,13 +121,13 @@ def test_a_rank_that_is_stopped_while_saving_is_not_waited_for_for_an_hour(tmp_p
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + LONG
         while not (tmp_path / "run" / "checkpoints" / "latest").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         ranks = [c for c in psutil.Process(process.pid).children() if "spawn_main" in " ".join(c.cmdline())]
         ranks[1].send_signal(signal.SIGSTOP)
         start = time.monotonic()
-        process.communicate(timeout=300)
+        process.communicate(timeout=LONG)
         assert process.returncode == 1
         assert time.monotonic() - start < 100  # two time-outs, and the agent's 30 s for a process that does not end
     finally:
@@ -144,16 +139,14 @@ def test_a_rank_that_is_stopped_while_saving_is_not_waited_for_for_an_hour(tmp_p
 
 
 @has_deepspeed
-@pytest.mark.timeout(400)
 def test_deepspeed_offloads_to_the_host(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "lockstep", *TRAIN, "--nproc", "2", "--parallel.data", "deepspeed"]
     words += ["--parallel.offload", "cpu", "--train.optimizer", "adamw", "--train.steps", "4"]
-    ended = command(words, tmp_path, timeout=380)
+    ended = command(words, tmp_path, timeout=LONG)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
 
 
 @has_deepspeed
-@pytest.mark.timeout(400)
 def test_deepspeed_offloads_to_nvme(tmp_path: Path) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -162,18 +155,17 @@ def test_deepspeed_offloads_to_nvme(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "lockstep", *TRAIN, "--nproc", "2", "--parallel.data", "deepspeed"]
     words += ["--parallel.offload", "nvme", "--parallel.nvme-path", str(tmp_path / "nvme"), "--train.steps", "4"]
     (tmp_path / "nvme").mkdir()
-    ended = command([*words, "--train.optimizer", "adamw"], tmp_path, timeout=380)
+    ended = command([*words, "--train.optimizer", "adamw"], tmp_path, timeout=LONG)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
 
 
 @has_deepspeed
-@pytest.mark.timeout(400)
 def test_deepspeeds_own_launcher(tmp_path: Path) -> None:
     settings = ROOT / "configs" / "deepspeed" / "zero2.json"
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--bind_cores_to_rank"]
     words = [*launcher[:-1], "--module", "lockstep", *TRAIN, "--train.steps", "4", "--deepspeed_config", str(settings)]
     found = subprocess.run(
-        words, capture_output=True, text=True, timeout=380, cwd=tmp_path, env={**os.environ, "DS_ACCELERATOR": "cpu"}
+        words, capture_output=True, text=True, timeout=LONG, cwd=tmp_path, env={**os.environ, "DS_ACCELERATOR": "cpu"}
     )
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]
     assert "strategy deepspeed, 2 ranks" in found.stdout
@@ -203,10 +195,9 @@ def long_run(world: World, name: str) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["bucketed", "bucketed+topk", "ddp", "zero1", "zero2", "zero3", "fsdp"])
 def test_a_long_run_holds_memory_descriptors_and_segments(name: str) -> None:
-    for rank, (early, middle, late) in enumerate(on_ranks(long_run, 2, name, timeout=250)):
+    for rank, (early, middle, late) in enumerate(on_ranks(long_run, 2, name, timeout=LONG)):
         assert late[0] - middle[0] < 8_192, f"rank {rank}: memory {early[0]}, {middle[0]}, {late[0]} KiB"
         assert late[1:] == middle[1:] == early[1:], f"rank {rank}: descriptors and segments"
 
@@ -261,6 +252,5 @@ def with_delays(world: World) -> int:
     return wrong
 
 
-@pytest.mark.timeout(600)
 def test_random_delays_at_eight_ranks_change_nothing() -> None:
-    assert on_ranks(with_delays, 8, timeout=250) == [0] * 8
+    assert on_ranks(with_delays, 8, timeout=LONG) == [0] * 8

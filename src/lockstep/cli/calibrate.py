@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 from rich.progress import Progress
 
@@ -24,7 +25,7 @@ class CalibrateArguments:
 
     For example:
 
-    lockstep calibrate --nproc 2
+    lockstep calibrate                                     # every GPU of this machine, or 2 CPU ranks
 
     lockstep calibrate --nproc 8 --out my_node.yaml        # lockstep plan ... --cluster 4x8xmy_node.yaml
     """
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> int:
     refuse_positional(argv, "calibrate")
     arguments = parse(CalibrateArguments, argv, "calibrate")
     check_output("--out", arguments.out)
-    everyone, links, sharing = run_on_ranks(_measure, launch=arguments.launch, default_nproc=2)[0]
+    gpus = 0 if arguments.launch.device == "cpu" else torch.cuda.device_count()
+    everyone, links, sharing = run_on_ranks(_measure, launch=arguments.launch, default_nproc=gpus or 2)[0]
     if os.environ.get("RANK", "0") == "0":
         machine = machine_from(everyone, links, sharing)
         machine.save(Path(arguments.out))

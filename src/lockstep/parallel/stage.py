@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.errors import UserError
 from lockstep.layout.group import Group
 from lockstep.models.replace import replace_module
+from lockstep.parallel.balance import even_cuts
 from lockstep.parallel.schedule import Placement
 from lockstep.parallel.wrapper import broadcast_module
 
@@ -45,32 +46,6 @@ def costs_of(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
         weights = [p for part in parts for p in part.parameters(recurse=False) if not isinstance(part, nn.Embedding)]
         found.append(1 + sum(p.numel() for p in weights if p.dim() > 1))
     return found
-
-
-def even_cuts(costs: Sequence[int], parts: int) -> list[int]:
-    """Where each part after the first begins, so that the costliest part costs as little as possible."""
-    layers = len(costs)
-    if layers < parts:
-        raise UserError(
-            f"the model has {layers} layers, fewer than the {parts} parts of the pipeline; use fewer stages or chunks"
-        )
-    before = [0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-    best = [[float("inf")] * (layers + 1) for _ in range(parts + 1)]
-    last = [[0] * (layers + 1) for _ in range(parts + 1)]
-    best[0][0] = 0
-    for part in range(1, parts + 1):
-        for end in range(part, layers + 1):
-            for begin in range(part - 1, end):
-                worst: float = max(best[part - 1][begin], before[end] - before[begin])
-                if worst < best[part][end]:
-                    best[part][end], last[part][end] = worst, begin
-    cuts, end = [], layers
-    for part in range(parts, 1, -1):
-        end = last[part][end]
-        cuts.append(end)
-    return cuts[::-1]
 
 
 def broadcast_whole(module: nn.Module, group: Group) -> None:

@@ -30,6 +30,8 @@ SHAPES = ((512, 512, 2048), (1024, 1024, 1024), (2048, 768, 3072), (2048, 2048, 
 ON_GPU, ON_CPU = ((8, 12, 1024, 64), (2, 16, 2048, 128)), ((4, 4, 256, 32), (2, 8, 512, 64))
 """Attention: batch, heads, context, dim."""
 TRIES = 5
+ROUND = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""Collectives of which a link's rate is taken, and how often each sends the bytes round."""
 Links = dict[tuple[str, int], float]
 """Seconds of a collective of so many bytes."""
 
@@ -99,9 +101,9 @@ def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple
     links: Links = {}
     if world.size > 1:
         told("links")
-        sweep = Sweep((4096, 262144, 16 * 2**20), 10, 2, False)
-        measured = bench_comm(world, ["all_gather", "all_reduce"], [world.backend], ["native"], sweep)
-        links = {(row.collective, row.nbytes): row.p50 for row in measured}
+        sweep = Sweep((4096, 262144, 4 * 2**20, 32 * 2**20), 15, 2, False)
+        measured = bench_comm(world, [*ROUND, "send_recv"], [world.backend], ["native"], sweep)
+        links = {(row.collective, row.nbytes): usual(row.slowest) for row in measured}
     return all_gather_objects(mine), links
 
 
@@ -151,16 +153,24 @@ def machine_from(everyone: list[Measured], links: Links, ranks_on_device: int = 
     return replace(base, factors={name: round(value, 4) for name, value in factors.items()}, sources=sources)
 
 
+def usual(seconds: list[float]) -> float:
+    """The mean, without the slowest tenth: a step has many messages, and waits for the slow ones among them too."""
+    kept = sorted(seconds)[: -(len(seconds) // 10) or None]
+    return mean(kept)
+
+
 def geometric(values: list[float]) -> float:
     return exp(mean(log(value) for value in values))
 
 
 def link_from(links: Links, ranks: int, share: float) -> Link:
     """Rate from the largest message, latency from the smallest, as `collective_seconds` will use them."""
-    sizes = sorted(nbytes for _, nbytes in links)
-    rate = sizes[-1] * (ranks - 1) / ranks / links["all_gather", sizes[-1]] / share
+    sizes = sorted({nbytes for _, nbytes in links})
+    once = sizes[-1] * (ranks - 1) / ranks
+    rate = geometric([times * once / links[name, sizes[-1]] for name, times in ROUND.items()]) / share
     hop = links["all_gather", sizes[0]] / max(1, ranks - 1) / fitted()["latency"]
-    return Link(round(rate / 1e9, 4), round(1e6 * hop, 2))
+    message = sizes[-1] / links["send_recv", sizes[-1]]
+    return Link(round(rate / 1e9, 4), round(1e6 * hop, 2), round(message / 1e9, 4))
 
 
 def kind_of(name: str) -> str | None:
@@ -168,8 +178,14 @@ def kind_of(name: str) -> str | None:
     text = name.lower()
     if text == "cpu":
         return None
+
+    def likeness(kind: str) -> tuple[int, int]:  # an H200 is no H20; of several A100, the one with its memory
+        stem, *rest = kind.split("-")
+        sizes = sum(f"{word}gb" in text for word in rest if word.isdigit())
+        return len(stem), sizes + 2 * sum(word in text for word in rest if not word.isdigit())
+
     found = [kind for kind in kinds() if kind.split("-")[0] in text.replace(" ", "")]
-    return next((k for k in found if "pcie" in k and "pcie" in text), found[0] if found else None)
+    return max(found, key=likeness, default=None)
 
 
 def new_kind(first: Measured) -> Machine:

@@ -48,15 +48,14 @@ def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf1
     adapters = " with LoRA's adapters" if finetune else ""
     lora = " --lora.rank 8" if finetune else ""
     name = "+lora" if finetune else ""
-    tried = ""
     best = fastest(question)
-    for zero in (0, 1, 2, 3) if cluster.gpus > 1 else (0,):
-        plan = fastest(replace(question, fixed=(("tp", 1), ("pp", 1), ("cp", 1), ("zero", zero))))
+    stages = (0, 1, 2, 3) if cluster.gpus > 1 else (0,)
+    by_stage = {z: fastest(replace(question, fixed=(("tp", 1), ("pp", 1), ("cp", 1), ("zero", z)))) for z in stages}
+    for zero, plan in sorted(by_stage.items(), key=lambda one: (one[1] is None or one[1].fits != "fits", one[0])):
         if plan is None or plan.fits == "does not fit" or plan.layout.recompute == "full":
-            tried = tried or "a whole copy"
             continue
         needs = f"{plan.memory.gib:.0f} of {gib:g} GiB"
-        before = f"{tried} does not fit (or only if all of forward is computed twice), " if tried else ""
+        before = "a whole copy does not fit with room to spare (or only if forward is computed twice), " if zero else ""
         reason = f"{before}{WHAT[zero]}{adapters}: {needs}" + (", the simplest that there is" if zero == 0 else "")
         engine = ENGINES[zero] if cluster.gpus > 1 else "single"
         return Choice(engine + name, reason, flags_of(plan, engine) + lora, plan, faster_than(plan, best))

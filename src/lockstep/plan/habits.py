@@ -48,13 +48,13 @@ HABITS = (
     Habit("NVIDIA/NeMo ", replace(NEMO, factor="nemo_2024"), counts="whole"),
     Habit(
         "NVIDIA-NeMo/Megatron-Bridge",
-        replace(NEMO, name="Megatron-Bridge", splits_head=True, sends_once=True),
+        replace(NEMO, name="Megatron-Bridge", stages="ends", sends_once=True),
         counts="causal",
     ),
     Habit("NVIDIA/dgxc-benchmarking", NEMO),
     Habit(
         "mlcommons/training_results",
-        replace(NEMO, name="NeMo, MLPerf", graphs=True, splits_head=True, factor="mlperf"),
+        replace(NEMO, name="NeMo, MLPerf", graphs=True, stages="ends", factor="mlperf"),
     ),
     Habit("AI-Hypercomputer/gpu-recipes", NEMO),
     Habit("deepspeedai/DeepSpeed", replace(FSDP, name="DeepSpeed"), "full", 3, counts="hardware"),
@@ -130,7 +130,7 @@ def habit_of(source: str, notes: str) -> Habit:
     if software.name == "LiBai" and re.search(r"\bMegatron", notes) and "LiBai" not in notes:
         software = replace(software, name="Megatron-LM", fused=False)
     if "transformer|embedding" in notes:
-        software = replace(software, splits_head=True)
+        software = replace(software, stages="ends")
     if "mixed_precision=PURE" in notes:
         software = replace(software, gradient_bytes=2, kept=PURE)
     if "fp32 grad" in notes:

@@ -1,11 +1,15 @@
 """A layout to be judged: degrees, engine, schedule, micro-batches. What is illegal carries its reason."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from lockstep.errors import UserError
-from lockstep.parallel.schedule import check_schedule
+from lockstep.parallel.balance import even_cuts
+from lockstep.parallel.schedule import check_schedule, placement_of
 from lockstep.plan.network import Network
+from lockstep.plan.software import Stages
 
 Recompute = Literal["none", "attention", "selective", "every", "full"]
 SHARE = {"none": 0.0, "attention": 0.0, "selective": 0.5, "every": 0.5, "full": 1.0}
@@ -72,18 +76,33 @@ class Layout:
         return " ".join(words)
 
 
-def stages_of(network: Network, layout: Layout, splits_head: bool = False) -> list[float]:
+def stages_of(network: Network, layout: Layout, how: Stages = "layers") -> list[float]:
     """How many layers each rank of the pipeline has; the largest share where they do not divide."""
     p, layers = layout.pp, network.depth
     if p == 1:
         return [float(layers)]
-    if splits_head:
+    if how == "ends":
         whole = (layers + 2) / p
         return [whole - 1] + [whole] * (p - 2) + [whole - 1]
     parts = p * layout.chunks
+    if how == "costs" and parts <= layers:
+        placement = placement_of(layout.schedule, p, layout.chunks)
+        counts = layers_by_cost(network, parts)
+        mine = [[placement.part(rank, chunk) for chunk in range(placement.chunks)] for rank in range(p)]
+        return [float(sum(counts[part] for part in ranks_parts)) for ranks_parts in mine]
     low, extra = divmod(layers, parts)
     counts = [low + (1 if part < extra else 0) for part in range(parts)]
     return [float(sum(counts[rank::p])) for rank in range(p)]
+
+
+@lru_cache(maxsize=256)
+def layers_by_cost(network: Network, parts: int) -> list[int]:
+    """As `parallel/stage.py` cuts a model: an embedding costs nothing, a head what it multiplies with."""
+    costs = [1, *(1 + sum(p.k * p.n * max(1, p.experts) for p in block.products) for block in network.blocks())]
+    costs.append(1 + network.vocabulary * network.hidden)
+    ends = [0, *even_cuts(costs, parts), len(costs)]
+    # the embedding is the first of the first part, the head the last of the last
+    return [end - begin - (begin == 0) - (end == len(costs)) for begin, end in pairwise(ends)]
 
 
 def illegal(network: Network, layout: Layout, gpus: int) -> str | None:

@@ -56,7 +56,8 @@ def message_seconds(payload: float, apart: int, machine: Machine, constants: Con
     outside = apart >= machine.gpus_per_node
     link = machine.between if outside else machine.inside
     share = constants["between" if outside else "inside"]
-    return payload / (link.gb_per_s * 1e9 * share) + link.latency_us * 1e-6 * constants["latency"]
+    rate = link.message_gb_per_s or link.gb_per_s * share
+    return payload / (rate * 1e9) + link.latency_us * 1e-6 * constants["latency"]
 
 
 def exchange_seconds(

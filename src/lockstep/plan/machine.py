@@ -21,6 +21,8 @@ class Link:
     gb_per_s: float
     """1e9 bytes per second of one processor, one direction."""
     latency_us: float
+    message_gb_per_s: float | None = None
+    """What one message from rank to rank reaches, where that was measured; None: as a collective."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def read_machine(file: Path) -> Machine:
 
 def parse_machine(values: dict[str, Any], where: str, name: str) -> Machine:
     try:
-        links = {key: Link(float(values[key]["gb_per_s"]), float(values[key]["latency_us"])) for key in LINKS}
+        links = {key: parse_link(values[key]) for key in LINKS}
         peaks = {str(k): float(v) for k, v in values["peak_tflops"].items()}
         rest = {key: values[key] for key in values if key not in (*LINKS, "peak_tflops")}
         numbers = ("processors", "memory_gib", "memory_gb_per_s", "gpus_per_node", "sustained")
@@ -131,6 +133,7 @@ def parse_machine(values: dict[str, Any], where: str, name: str) -> Machine:
         raise UserError(f"{where} is no machine file: {type(error).__name__} {error}; see docs/planning.md") from None
     positive = [made.memory_gib, made.memory_gb_per_s, made.inside.gb_per_s, made.between.gb_per_s, *peaks.values()]
     positive += [made.processors, made.gpus_per_node, made.sustained]
+    positive += [link.message_gb_per_s for link in (made.inside, made.between) if link.message_gb_per_s is not None]
     if not all(isfinite(number) and number > 0 for number in positive) or not peaks:
         raise UserError(f"{where}: peaks, memory, links, processors and sustained must be numbers above 0")
     if not all(isfinite(link.latency_us) and link.latency_us >= 0 for link in (made.inside, made.between)):
@@ -139,6 +142,11 @@ def parse_machine(values: dict[str, Any], where: str, name: str) -> Machine:
         raise UserError(f"{where}: sustained is {made.sustained:g}, but no machine runs at more than twice its peak")
     check_factors(made.factors, where)
     return made
+
+
+def parse_link(values: dict[str, Any]) -> Link:
+    message = values.get("message_gb_per_s")
+    return Link(float(values["gb_per_s"]), float(values["latency_us"]), None if message is None else float(message))
 
 
 def check_factors(factors: Any, where: str) -> None:

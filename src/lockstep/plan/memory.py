@@ -39,7 +39,7 @@ class Memory:
 
 
 def memory_of(setting: Setting) -> Memory:
-    counts = stages_of(setting.network, setting.layout, setting.software.splits_head)
+    counts = stages_of(setting.network, setting.layout, setting.software.stages)
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     # the first stages hold most micro-batches, and the last one the logits
     looked_at = {0, 1, 2, len(counts) - 1}
@@ -92,8 +92,8 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]
         kinds["activations"] += tokens * max(whole_layer(s, b) for b, _ in network.layers)
     if stage == layout.pp - 1 and network.vocabulary:
         size = s.constants["logit_bytes"] * (0.5 if software.fused_loss else 1.0)
-        if software.own_loss and s.machine.is_gpu:
-            size = 2 * s.element  # the logits, and their gradient
+        if software.own_loss and s.machine.is_gpu:  # logits and their gradient; cut by tp, probabilities in fp32 too
+            size = 2 * s.element if layout.tp == 1 else s.element + 8
         kinds["logits"] = size * tokens * network.vocabulary / layout.tp
         if layout.zero < 3:  # the gradient of the head's weight, before it is added
             kinds["buffers"] = software.gradient_bytes * network.vocabulary * network.hidden / layout.tp
@@ -101,10 +101,10 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]
         largest = max(b.parameters - b.expert_parameters for b, _ in network.layers) / layout.tp
         ends = network.vocabulary * network.hidden / layout.tp
         kinds["buffers"] = software.gathered_bytes * (2 * largest + ends) + software.gradient_bytes * largest
-    elif software.buckets:
+    elif software.buckets and not software.own_engines:
         kinds["buffers"] += min(software.gradient_bytes * dense, 100e6)
-    elif software.own_engines:
-        own_engines(s, kinds)
+    if software.own_engines:
+        own_engines(s, kinds, stage == layout.pp - 1)
     kinds["overhead"] = overhead(s, sum(kinds.values()))
     return Memory(stage, kinds)
 
@@ -113,16 +113,36 @@ BUCKET = 25 * 2.0**20
 """Of our engines: gradients are sent so many bytes at a time."""
 
 
-def own_engines(setting: Setting, kinds: dict[str, float]) -> None:
+def own_engines(setting: Setting, kinds: dict[str, float], last: bool) -> None:
     """As ours hold them: gradients live in buckets; zero1 has a piece of one beside them, zero2 the two that are being
-    filled and sent. A rank that shares its gradients with nobody has them only when backward has made them, and by then
-    activations are gone.
+    filled and sent. Gradients that have no buckets (of zero3, and of a rank that shares them with nobody) are there
+    only when backward has made them, and by then activations are gone.
     """
-    layout = setting.layout
-    bucket = min(BUCKET, kinds["gradients"] * (layout.shards if layout.zero >= 2 else 1))
-    kinds["buffers"] = {1: 0.5, 2: 2.75}.get(layout.zero, 0.0) * bucket if layout.dp * layout.cp > 1 else 0.0
-    if layout.dp * layout.cp == 1 and layout.micro_batches == 1:
+    layout, network, narrow = setting.layout, setting.network, setting.element
+    gathers = layout.zero >= 3 and layout.pp == 1
+    alone = layout.dp * layout.cp == 1
+    if not gathers:
+        bucket = min(BUCKET, kinds["gradients"] * (layout.shards if layout.zero >= 2 else 1))
+        kinds["buffers"] = 0.0 if alone else {1: 0.5, 2: 2.75}.get(layout.zero, 0.0) * bucket
+        if narrow < setting.software.kept.parameter:  # autocast's copies of the weights, until the step ends
+            kinds["buffers"] += narrow / setting.software.kept.parameter * kinds["parameters"]
+            if last:  # the gradient of the head's copy
+                kinds["buffers"] += narrow * network.vocabulary * network.hidden / layout.tp
+    if last and network.vocabulary:  # what the last norm gets, in fp32, and what it gives
+        kinds["activations"] += (4 + narrow) * layout.tokens(network.context) * network.hidden
+    if (alone or gathers) and layout.micro_batches == 1:
         kinds["gradients"] = max(0.0, kinds["gradients"] - kinds["activations"] - kinds["logits"])
+
+
+def kept_less(setting: Setting) -> float:
+    """Hidden vectors less that a layer of ours keeps. Where weights are gathered in bf16, and with them the residual
+    stream: the inputs of its two norms have half the bytes. Where it is compiled: measured, on one H200.
+    """
+    software = setting.software
+    if not software.own_engines:
+        return 0.0
+    narrow = setting.layout.zero >= 3 and setting.element < software.kept.parameter
+    return (2.0 if narrow else 0.0) + (0.8 if software.fused else 0.0)
 
 
 def whole_layer(setting: Setting, block: Block) -> float:
@@ -130,7 +150,7 @@ def whole_layer(setting: Setting, block: Block) -> float:
     layout, c = setting.layout, setting.constants
     tp = layout.tp
     attended = block.attention.heads * block.attention.value_dim if block.attention is not None else 0
-    elements = c["kept_width"] * block.width / setting.beside + (block.inner + attended) / tp
+    elements = (c["kept_width"] - kept_less(setting)) * block.width / setting.beside + (block.inner + attended) / tp
     scores = 0.0
     if block.attention is not None and setting.software.attention == "matrix" and layout.recompute != "attention":
         scores = 5 * block.attention.heads / tp * setting.network.context

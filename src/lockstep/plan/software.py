@@ -3,8 +3,10 @@
 It is an input: `ours` by default; the published results come from others, whose habits are told in their sources.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+Stages = Literal["layers", "ends", "costs"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Software:
     """Of a parameter when it is gathered."""
     gathers_at_two: bool = False
     """Its stage 2 keeps parameters in shards as well, and gathers them once a micro-batch (FSDP's SHARD_GRAD_OP)."""
-    splits_head: bool = False
-    """Embedding and head count as a layer each where stages are cut."""
+    stages: Stages = "layers"
+    """How layers are spread over the stages of a pipeline: evenly; with embedding and head as a layer each; by cost."""
     factor: str | None = None
     """The constant that its step times are multiplied by, found from its own results; None: 1."""
     kept: Kept = Kept()
@@ -61,7 +63,9 @@ class Software:
     frozen: bool = False
     """Weights have no gradients: backward has one product for each of forward's, and the optimizer next to nothing."""
     own_engines: bool = False
-    """Lockstep's: gradients live in the buckets that they are sent from, and zero2 reduces each micro-batch's."""
+    """Lockstep's: gradients live in the buckets that they are sent from, zero2 reduces each micro-batch's, weights that
+    stay whole are cast to bf16 for a step, a tied head's gradient is summed over its two stages.
+    """
     own_loss: bool = False
     """Cross entropy by a kernel that never holds logits in fp32."""
     buckets: bool = True
@@ -70,6 +74,6 @@ class Software:
     """What its memory figures count."""
 
 
-OURS = Software("lockstep", own_loss=True, own_engines=True, buckets=False, host=0.4)
-COMPILED = Software("lockstep, compiled", fused=True, own_loss=True, own_engines=True, buckets=False, host=0.15)
+OURS = Software("lockstep", own_loss=True, own_engines=True, buckets=False, host=0.4, stages="costs")
+COMPILED = replace(OURS, name="lockstep, compiled", fused=True, host=0.15)
 """Some 60 kernels of a layer, forward and backward, at 20 us each; compiled, some 20. Set, not fitted."""

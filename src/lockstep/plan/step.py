@@ -36,6 +36,8 @@ HOST_LINK = 20e9
 """Bytes per second between a GPU and its host, for what is offloaded: PCIe 4.0, less its protocol."""
 OWN_LOSS = 1.5
 """Passes over fp32 logits that a kernel costs which reads them in bf16 twice and writes their gradient once."""
+SENT = ("tensor", "context", "experts", "shards")
+"""Terms of a layer in which it waits for what other ranks send: nothing else is sent meanwhile."""
 FORWARD = 1 / 3
 """Of elementwise work, and of launches: forward's share."""
 
@@ -180,8 +182,9 @@ class Clock:
         if "attention" in forward:
             by = 2.0 if self.s.software.attention == "matrix" else c["flash_backward"]
             terms["attention"] = by * forward["attention"]
+        ring = 3.0 if self.s.software.own_engines else 2.0  # keys and values, and their gradients: ours in fp32
         for name in ("tensor", "context", "experts"):
-            terms[name] = (2.0 if name == "context" else 1.0) * forward.get(name, 0.0)
+            terms[name] = (ring if name == "context" else 1.0) * forward.get(name, 0.0)
         share = SHARE[layout.recompute]
         again = sum(forward.get(name, 0.0) for name in ("products", "attention", "moving"))
         sent = sum(forward.get(name, 0.0) for name in ("tensor", "context", "experts"))
@@ -199,8 +202,7 @@ class Clock:
             gather, reduce = self.shard_traffic(block.parameters)
             twice = 1 if layout.zero >= 3 and layout.pp == 1 else 0
             for terms, traffic in ((forward, gather), (backward, gather * twice + reduce)):
-                busy = sum(terms.values())
-                terms["shards"] = max(0.0, traffic - busy) + c["contention"] * min(traffic, busy)
+                terms["shards"] = self.behind(traffic, sum(terms.values()))
         if not s.software.graphs and s.machine.is_gpu:
             floor = s.software.host * c["launch_layer"] * (1.0 + (c["launch_tensor"] if layout.tp > 1 else 0.0))
             floor += c["launch_experts"] if block.is_routed else 0.0
@@ -244,7 +246,8 @@ class Clock:
         if not n:
             return 0.0
         product = product_seconds(self.tokens, s.network.hidden, n, s.wide, s.machine, self.c)
-        passes = OWN_LOSS if s.software.own_loss and s.machine.is_gpu else self.c["loss_passes"]
+        own = s.software.own_loss and s.machine.is_gpu and tp == 1
+        passes = OWN_LOSS if own else self.c["loss_passes"]
         loss = moving_seconds(self.tokens * n * passes * FORWARD, s.machine, self.c, 4)
         extra = s.network.extra_layers * sum(self.layers[0].values())
         return product + loss + extra
@@ -254,7 +257,7 @@ class Clock:
         """Layers, forward and backward of a micro-batch, of each rank of the pipeline."""
         s = self.s
         ahead, back = (sum(terms.values()) for terms in self.layers)
-        counts = stages_of(s.network, s.layout, s.software.splits_head)
+        counts = stages_of(s.network, s.layout, s.software.stages)
         forward, backward = [count * ahead for count in counts], [count * back for count in counts]
         forward[-1] += self.head
         backward[-1] += 2 * self.head
@@ -313,16 +316,26 @@ class Clock:
             sent += collective_seconds(parameters * software.gradient_bytes, group, step, s.machine, c, times)
             if layout.zero:
                 shared = min(group, layout.shards)
-                payload = parameters * software.gathered_bytes
+                payload = parameters * (software.kept.parameter if software.own_engines else software.gathered_bytes)
                 returned += collective_seconds(payload, shared, step, s.machine, c, GATHER)
-        if software.own_engines and layout.zero == 2 and layout.pp == 1:
-            sent *= layout.micro_batches
-            backward *= layout.micro_batches
-        if software.overlaps_gradients:
+        if software.own_engines and layout.pp == 1:
+            late = sent * s.network.embedding_parameters / layout.tp / dense  # made last, so sent after backward
+            ahead, back = (layers * sum(t for name, t in terms.items() if name not in SENT) for terms in self.layers)
+            sent = late + self.behind(sent - late, back + 2 * self.head)
+            sent *= layout.micro_batches if layout.zero == 2 else 1
+            returned = self.behind(returned, ahead + self.head)
+        elif software.overlaps_gradients:
             passes = layout.pp if layout.pp > 1 and layout.chunks > 1 else 1
             sent = max(sent * c["gradients_least"], sent - c["gradients_hidden"] * backward * passes)
             returned = max(returned * c["gradients_least"], returned - c["gradients_hidden"] * forward * passes)
+        if software.own_engines and layout.pp > 1 and s.network.tied:  # the head's, with the embedding's
+            tied = s.network.vocabulary * s.network.hidden / layout.tp * software.gradient_bytes
+            sent += collective_seconds(tied, 2, layout.ranks // 2, s.machine, c, REDUCE)
         return {"gradients": sent + returned, "optimizer": optimizer}
+
+    def behind(self, traffic: float, busy: float) -> float:
+        """What traffic costs that goes on while the GPU computes for so long."""
+        return max(0.0, traffic - busy) + self.c["contention"] * min(traffic, busy)
 
     def outside_gradients(self) -> float:
         """Of zero3: embedding and head, which are gathered and scattered at the ends, with nothing beside."""
