@@ -2,7 +2,13 @@
 
 import gzip
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +26,13 @@ from lockstep.comm.collectives import all_reduce_async, barrier
 from lockstep.comm.wire import Wire
 from lockstep.config import GPT, Config, Data, Train, load_config
 from lockstep.data import Batch, build_data, read_share
+from lockstep.doctor.running import look_at
+from lockstep.errors import RankError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.profile import profile_steps
 from lockstep.strategies import ParallelModel, available_strategies, strategy_named
+from lockstep.training.attempt import read_status, step_in_progress
 from lockstep.training.loop import train
 from lockstep.training.prepare import prepare_strategy
 from lockstep.verify import Request, verify
@@ -268,3 +277,80 @@ def test_a_checkpoint_moves_between_layouts_on_a_gpu(tmp_path: Path) -> None:
     for name, ranks, steps in (("zero3", 2, 3), ("fsdp", 4, 6), ("zero2", 2, 9)):
         losses = go(name, ranks, steps, resume=steps > 3)
         assert losses == pytest.approx(straight[steps - 3 : steps], abs=2e-4), name
+
+
+# ---- who is to blame -------------------------------------------------------------------------------------------
+
+
+def stay_away(world: World) -> None:
+    dist.all_reduce(torch.ones(5, device=world.device))
+    torch.cuda.synchronize()
+    if world.rank == 1:
+        time.sleep(300)
+    dist.all_reduce(torch.ones(7, device=world.device))
+    torch.cuda.synchronize()
+
+
+def call_something_else(world: World) -> None:
+    dist.all_reduce(torch.ones(5, device=world.device))
+    if world.rank == 1:
+        dist.all_reduce(torch.ones(9, device=world.device))
+    else:
+        dist.all_gather_into_tensor(torch.ones(18, device=world.device), torch.ones(9, device=world.device))
+    torch.cuda.synchronize()
+    time.sleep(300)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (stay_away, r"the ranks hung: rank 1 did not come to all_reduce of 7 float32 \(call \d+, world: ranks 0, 1\); "
+                    r"it is at test_gpu.py:\d+ stay_away"),
+        (call_something_else, r"the ranks hung: rank [01] called all_.*, and rank [01] all_.*as call \d+ of world"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_meet_on_nccl(function: Any, expected: str) -> None:
+    start = time.monotonic()
+    launch = Launch(nproc=2, device="cuda", share_gpu=True, timeout=10)
+    with pytest.raises(RankError) as raised:
+        run_on_ranks(function, launch=launch)
+    assert re.search(expected, str(raised.value)), raised.value
+    print(f"named in {time.monotonic() - start:.1f} s, of which 10 s are the time-out, and the rest the start")
+
+
+GPT2 = ["--model.name", "gpt", "--data.name", "synthetic", "--train.optimizer", "adamw", "--train.precision", "bf16"]
+
+
+def test_a_stopped_rank_is_named_on_nccl(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", *GPT2, "--share-gpu", "--nproc", "2", "--timeout", "10",
+               "--train.steps", "100000", "--run-dir", str(tmp_path / "run")]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while step_in_progress(tmp_path / "run") < 5 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    said, hangs = look_at(tmp_path / "run")
+    assert not hangs
+    assert f"rank 1 (process {status.ranks[1][1]} on " in said
+    os.kill(status.ranks[1][1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    output, _ = process.communicate(timeout=90)
+    print(output)
+    print(f"ended {time.monotonic() - stopped:.1f} s after the stop, with a time-out of 10 s")
+    assert process.returncode == 1
+    assert f"error: the ranks hung: rank 1 did not answer: process {status.ranks[1][1]} on " in output
+    assert "is stopped (SIGSTOP" in output
+    assert "Traceback" not in output
+
+
+def test_out_of_memory_on_a_gpu_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", *GPT2, "--share-gpu", "--nproc", "2", "--model.size", "xl",
+               "--model.context", "1024", "--model.vocabulary", "50304", "--train.batch-size", "512", "--data.samples",
+               "512", "--run-dir", str(tmp_path / "run"), "--parallel.data", "ddp"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    print(done.stderr)
+    assert done.returncode == 2
+    assert re.search(r"error: rank [01] ran out of memory on NVIDIA .*: it held parameters \d", done.stderr)
+    assert "by the planner's formulas a rank holds" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -10,10 +10,11 @@ from math import isfinite
 from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths
 from lockstep.cli.flags import config_from, sections, without_flag
 from lockstep.cli.parsing import parse
-from lockstep.config import Plan
+from lockstep.config import Config, Plan
 from lockstep.errors import UserError
-from lockstep.launch import adopt_environment, run_on_ranks
+from lockstep.launch import Launch, adopt_environment, run_on_ranks
 from lockstep.training.loop import train_in_folder
+from lockstep.training.out_of_memory import RAN_OUT
 from lockstep.training.result import TrainResult
 from lockstep.words import counted
 
@@ -62,13 +63,29 @@ def main(argv: list[str]) -> int:
     if arguments.max_restarts and adopt_environment():
         raise UserError("--max-restarts is for ranks that lockstep starts; give it to torchrun, before -m lockstep")
     check_paths(("--run-dir", arguments.run_dir), ("--resume", arguments.resume))
-    result: TrainResult = run_on_ranks(
-        *(train_in_folder, config, arguments.run_dir, arguments.resume),
-        launch=arguments.launch,
-        saves_when_stopped=True,
-        max_restarts=arguments.max_restarts,
-    )[0]
+    try:
+        result: TrainResult = run_on_ranks(
+            *(train_in_folder, config, arguments.run_dir, arguments.resume),
+            launch=arguments.launch,
+            saves_when_stopped=True,
+            max_restarts=arguments.max_restarts,
+        )[0]
+    except UserError as mistake:
+        if RAN_OUT not in str(mistake):
+            raise
+        ranks = int(os.environ.get("WORLD_SIZE") or arguments.launch.nproc or 1)
+        raise UserError("\n".join([str(mistake), *beyond(config, ranks, arguments.launch)])) from mistake
     return told(result, argv, config.plan) if result.is_main else status_of(result)
+
+
+def beyond(config: Config, ranks: int, launch: Launch) -> list[str]:
+    """What the planner says of a run that ran out of memory."""
+    import torch
+
+    from lockstep.plan.smaller import smaller
+
+    line = smaller(config, ranks, launch.device != "cpu" and torch.cuda.is_available())
+    return [] if line is None else [line]
 
 
 def status_of(result: TrainResult) -> int:

@@ -137,6 +137,7 @@ def spec_without_data(config: Config) -> DataSpec:
         return DataSpec("tokens", (model.context,), model.vocabulary or 256)
     if isinstance(model, HF):
         return DataSpec("tokens", (model.context,), 2)
-    if model.name == "mlp":
-        return DataSpec("images", (1, 8, 8) if data.name == "digits" else (3, 32, 32), 10)
-    return DataSpec("images", data.shape if data.name == "synthetic" and len(data.shape) == 3 else (3, 32, 32), 10)
+    shape = {"digits": (1, 8, 8), "mnist": (1, 28, 28)}.get(data.name, (3, 32, 32))
+    if data.name == "synthetic" and len(data.shape) == 3 and model.name != "mlp":
+        shape = (data.shape[0], data.shape[1], data.shape[2])
+    return DataSpec("images", shape, 10)

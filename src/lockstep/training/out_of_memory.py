@@ -10,6 +10,7 @@ from lockstep.errors import UserError
 from lockstep.strategies import ParallelModel
 
 GIB = 2**30
+RAN_OUT = "ran out of memory"
 SHARDED = {"ddp": "zero1", "bucketed": "zero1", "overlap": "zero1", "flat": "zero1", "naive": "zero1"}
 FURTHER = {"zero1": "zero2", "zero2": "zero3", "zero1_torch": "zero2"}
 
@@ -43,7 +44,7 @@ def explained(strategy: ParallelModel, config: Config) -> str:
         place = f"on {torch.cuda.get_device_name(world.device)} ({words(total)})"
         held += f", activations and the rest {words(activations)}"
     advice = "; ".join(what_helps(config, strategy, activations, gradients, optimizer))
-    return f"rank {world.rank} ran out of memory {place}: it held {held}. What helps: {advice}"
+    return f"rank {world.rank} {RAN_OUT} {place}: it held {held}. What helps: {advice}"
 
 
 def what_helps(

@@ -1,0 +1,42 @@
+"""What a run that ran out of memory would hold if one thing were changed, by the planner's formulas."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.plan.learn import STAGES, setting_for
+from lockstep.plan.machine import machine_of
+from lockstep.plan.memory import GIB, memory_of
+from lockstep.plan.trace import network_of_config, spec_without_data
+
+ENGINES = ("zero1", "zero2", "zero3")
+
+
+def changes(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
+    """Flags, and the config with them."""
+    train, parallel = config.train, config.parallel
+    if train.batch_size >= 2 * ranks * train.accumulation:
+        twice = 2 * train.accumulation
+        yield f"--train.accumulation {twice}", replace(config, train=replace(train, accumulation=twice))
+    if train.recompute != "full":
+        yield "--train.recompute full", replace(config, train=replace(train, recompute="full"))
+    stage = STAGES.get(parallel.data, 0)
+    for engine in ENGINES[stage:] if ranks > 1 and parallel.data not in ("single", "deepspeed") else ():
+        yield f"--parallel.data {engine}", replace(config, parallel=replace(parallel, data=engine))
+
+
+def smaller(config: Config, ranks: int, on_gpu: bool) -> str | None:
+    """One line: GiB of a rank as it is, and with each change; None where the formulas do not know the model."""
+    machine = machine_of("h200" if on_gpu else "cpu")  # only that it is a GPU matters: bytes are the same on each
+
+    def held(changed: Config) -> float:
+        network = network_of_config(changed, spec_without_data(changed))
+        return memory_of(setting_for(changed, network, ranks, machine)).total / GIB
+
+    try:
+        now = held(config)
+        each = [f"{flags}: {held(changed):.2f}" for flags, changed in changes(config, ranks)]
+    except UserError:
+        return None
+    return f"by the planner's formulas a rank holds {now:.2f} GiB at its peak; with {', '.join(each)}" if each else None
