@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from lockstep.doctor.running import look_at
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.launch.calls import Call
+from lockstep.launch.calls import Call, last_of_each
 from lockstep.launch.situation import Situation, report, verdict
 from lockstep.layout.world import World
 from lockstep.training.attempt import Status, read_status, step_in_progress
@@ -93,6 +94,26 @@ def test_who_is_to_blame(found: list[Situation], expected: str) -> None:
 def test_a_silent_rank_is_named_first() -> None:
     line = verdict({0: at(0, waits(7, ONE))}, {1: "process 5 on here is stopped"})
     assert line.startswith("rank 1 did not answer: process 5 on here is stopped; rank 0 waits in all_reduce")
+
+
+def entry(name: str, number: int, sizes: list[int], state: str = "started", **more: Any) -> dict[str, Any]:
+    """As torch's flight recorders write it."""
+    return {"process_group": ["0", "default_pg"], "profiling_name": name, "collective_seq_id": number, "state": state,
+            "input_sizes": [sizes], "input_dtypes": ["Float"], "retired": False} | more  # fmt: skip
+
+
+def test_what_the_flight_recorder_of_nccl_says() -> None:
+    """Collectives are counted by themselves; a message is no collective that others should have called too."""
+    entries = [
+        entry("nccl:all_reduce", 1, [5], "completed"),
+        entry("nccl:all_reduce", 2, [7, 3]),
+        entry("nccl:send 0->1", 2, [4], "completed", is_p2p=True),
+        entry("nccl:recv 0<-1", 2, [4], is_p2p=True),
+    ]
+    collective, message = last_of_each(entries, {"0": (2, 5)})
+    assert collective == Call("world", (2, 5), 2, "all_reduce of 21 float32", False)
+    assert message == Call("world", (2, 5), 0, "recv from rank 5 of 4 float32", False, 5)
+    assert last_of_each(entries[:3], {"0": (2, 5)})[1].over
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------

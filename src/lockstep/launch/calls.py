@@ -5,8 +5,10 @@ Of gloo's and NCCL's groups torch's flight recorder knows it; a backend of our o
 
 import json
 import os
+import re
 import weakref
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -63,12 +65,7 @@ def record_calls() -> None:
 
 
 def elements(shape: list[list[int]], dtypes: list[str]) -> str:
-    total = 0
-    for sizes in shape:
-        length = 1
-        for size in sizes:
-            length *= size
-        total += length
+    total = sum(prod(sizes) for sizes in shape)
     kind = dtypes[0].lower() if dtypes else ""
     return f"{total:,} {TORCH_NAMES.get(kind, kind)}".rstrip()
 
@@ -76,25 +73,42 @@ def elements(shape: list[list[int]], dtypes: list[str]) -> str:
 TORCH_NAMES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32"}
 
 
-def recorded() -> list[Call]:
-    """Of gloo's and NCCL's groups, by the flight recorder."""
-    from torch._C import _distributed_c10d as c10d  # the only door to it
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Of gloo's groups, and of NCCL's. A torch that has neither leaves it to the stack to say it all."""
 
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
-    if dump is None:  # a torch without it: the stack has to say it all
-        return []
-    last: dict[str, dict[str, Any]] = {}
-    for entry in json.loads(dump(True, False)).get("entries", ()):
-        last[entry["process_group"][0]] = entry  # oldest first
-    members = groups_by_name()
-    found = []
-    for name, entry in last.items():
-        operation = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
-        what = f"{operation} of {elements(entry['input_sizes'], entry['input_dtypes'])}"
-        over = bool(entry.get("retired")) or entry.get("state") == "completed"
-        group = called(entry["process_group"][1])
-        found.append(Call(group, members.get(name, ()), int(entry["collective_seq_id"]), what, over))
-    return found
+
+def recorded() -> list[Call]:
+    """Of gloo's and NCCL's groups, by their flight recorders."""
+    from torch._C import _distributed_c10d as c10d  # the only door to them
+
+    dumps = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]
+    entries = [entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", ())]
+    return last_of_each(entries, groups_by_name())
+
+
+def last_of_each(entries: list[dict[str, Any]], members: dict[str, tuple[int, ...]]) -> list[Call]:
+    """Of each group, its last collective and its last message; `entries` come oldest first."""
+    last = {(entry["process_group"][0], bool(entry.get("is_p2p"))): entry for entry in entries}
+    return [told_by(entry, members.get(name, ()), is_message) for (name, is_message), entry in last.items()]
+
+
+MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+"""As NCCL's recorder calls it: whose, and with whom, in the group's numbering."""
+
+
+def told_by(entry: dict[str, Any], ranks: tuple[int, ...], is_message: bool) -> Call:
+    name = str(entry["profiling_name"])
+    operation = name.partition(":")[2] or name
+    other = MESSAGE.fullmatch(operation)
+    waits_for = None
+    if other is not None:
+        peer = int(other[3])
+        waits_for = ranks[peer] if peer < len(ranks) else peer
+        operation = f"{other[1]} {'to' if other[1] == 'send' else 'from'} rank {waits_for}"
+    what = f"{operation} of {elements(entry['input_sizes'], entry['input_dtypes'])}"
+    over = bool(entry.get("retired")) or entry.get("state") == "completed"
+    number = 0 if is_message else int(entry["collective_seq_id"])
+    return Call(called(entry["process_group"][1]), ranks, number, what, over, None if over else waits_for)
 
 
 def groups_by_name() -> dict[str, tuple[int, ...]]:
