@@ -105,7 +105,7 @@ def entry(name: str, number: int, sizes: list[int], state: str = "started", **mo
 def test_what_the_flight_recorder_of_nccl_says() -> None:
     """Collectives are counted by themselves; a message is no collective that others should have called too."""
     entries = [
-        entry("nccl:all_reduce", 1, [5], "completed"),
+        entry("nccl:_all_gather_base", 1, [5], "completed"),
         entry("nccl:all_reduce", 2, [7, 3]),
         entry("nccl:send 0->1", 2, [4], "completed", is_p2p=True),
         entry("nccl:recv 0<-1", 2, [4], is_p2p=True),
@@ -114,6 +114,7 @@ def test_what_the_flight_recorder_of_nccl_says() -> None:
     assert collective == Call("world", (2, 5), 2, "all_reduce of 21 float32", False)
     assert message == Call("world", (2, 5), 0, "recv from rank 5 of 4 float32", False, 5)
     assert last_of_each(entries[:3], {"0": (2, 5)})[1].over
+    assert last_of_each(entries[:1], {})[0].what == "all_gather_into_tensor of 5 float32"
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------

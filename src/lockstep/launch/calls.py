@@ -92,6 +92,8 @@ def last_of_each(entries: list[dict[str, Any]], members: dict[str, tuple[int, ..
     return [told_by(entry, members.get(name, ()), is_message) for (name, is_message), entry in last.items()]
 
 
+OPERATIONS = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
+"""As one calls them."""
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 """As NCCL's recorder calls it: whose, and with whom, in the group's numbering."""
 
@@ -99,6 +101,7 @@ MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 def told_by(entry: dict[str, Any], ranks: tuple[int, ...], is_message: bool) -> Call:
     name = str(entry["profiling_name"])
     operation = name.partition(":")[2] or name
+    operation = OPERATIONS.get(operation, operation)
     other = MESSAGE.fullmatch(operation)
     waits_for = None
     if other is not None:

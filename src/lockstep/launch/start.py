@@ -154,6 +154,7 @@ def _start_ranks(
     settings = {  # inherited by the ranks; what the user has set wins
         "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "TORCH_CPP_LOG_LEVEL": "FATAL",  # else ranks whose peer is gone fill the screen; we tell who was first
     }
     settings = {name: value for name, value in settings.items() if name not in os.environ}
     if threads is not None:

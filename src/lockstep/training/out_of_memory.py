@@ -59,8 +59,9 @@ def what_helps(
     if train.recompute != "full":
         found.append("--train.recompute full, which keeps of each block only its input")
     if ranks > 1 and parallel.data in SHARDED:
-        saved = optimizer * (ranks - 1) / ranks
-        found.append(f"--parallel.data {SHARDED[parallel.data]} (saves {words(saved)} of optimizer state)")
+        saved = optimizer * (ranks - 1) / ranks  # none before the first update
+        saves = f" (saves {words(saved)} of optimizer state)" if saved else ""
+        found.append(f"--parallel.data {SHARDED[parallel.data]}{saves}")
     elif ranks > 1 and parallel.data in FURTHER:
         saved = gradients * (ranks - 1) / ranks
         found.append(f"--parallel.data {FURTHER[parallel.data]} (saves {words(saved)} of gradients)")
