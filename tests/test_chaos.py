@@ -15,7 +15,7 @@ def test_every_fault_has_a_name_of_its_own_and_something_to_be_told() -> None:
     assert len(BY_NAME) == len(ALL)
     for fault in ALL:
         assert fault.named or fault.after == "resumed", fault.name
-        assert fault.inside or fault.signal or fault.after == "ends", fault.name
+        assert fault.inside or fault.signal or fault.nodes or fault.after == "ends", fault.name
 
 
 @pytest.mark.parametrize(

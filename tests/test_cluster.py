@@ -1,6 +1,7 @@
 """Scripts for clusters: what `lockstep launch` writes, and the ready ones in scripts/."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 import yaml
 
 from lockstep.cli import main
-from lockstep.config import Config
-from lockstep.config.cluster import HOWS, Job, script
+from lockstep.config import Config, Metrics
+from lockstep.config.cluster import HOWS, Job, Place, script
 from lockstep.launch.adopt import port_of
+from lockstep.results.metrics import read_metrics
 from lockstep.training.metrics import MetricsWriter
 from lockstep.training.sinks import Prometheus
 from tests.ranks import LONG
@@ -88,7 +90,7 @@ def test_a_config_that_saves_is_left_as_it_is() -> None:
     config = Config()
     config.checkpoint.every_seconds = 600.0
     for how in HOWS:
-        assert "--checkpoint.every" not in script(how, Job("x.yaml", config, 2, 0, 2, master="node1"))
+        assert "--checkpoint.every" not in script(how, Job("x.yaml", config, Place(2, 0, 2, master="node1")))
 
 
 def test_two_steps_of_one_job_meet_at_different_ports() -> None:
@@ -131,6 +133,21 @@ def test_the_ready_scripts_run(name: str, flags: tuple[str, ...], said: str, tmp
 
 
 # ---- where metrics go ------------------------------------------------------------------------------------------
+
+
+def test_a_sink_that_fails_costs_itself_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "node_exporter"
+    folder.mkdir()
+    config = Config(metrics=Metrics(tensorboard=False, prometheus=str(folder / "run.prom")))
+    with MetricsWriter(tmp_path, config=config) as metrics:
+        metrics.write("train", 1, {"loss": 2.0})
+        shutil.rmtree(folder)
+        metrics.write("train", 2, {"loss": 1.0})
+        metrics.write("train", 3, {"loss": 0.5})
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    said = capsys.readouterr().err
+    assert said.startswith("Prometheus ends at step 2 (")
+    assert said.count("training goes on") == 1
 
 
 def test_prometheus_reads_what_was_last(tmp_path: Path) -> None:

@@ -121,5 +121,5 @@ def test_nodes_are_asked_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_under_torchrun_every_node_is_looked_at() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
-    assert "between 1 nodes" in done.stdout, done.stdout + done.stderr
+    assert "between 1 node" in done.stdout, done.stdout + done.stderr
     assert "nothing differs that matters" in done.stdout

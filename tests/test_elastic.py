@@ -1,4 +1,4 @@
-"""torchrun's own restarts: with fewer ranks when a node is lost, and the batch stays what it was."""
+"""torchrun's own restarts: fewer ranks when a node is lost, more when one comes back, always the same batch."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.training.attempt import step_in_progress
+from lockstep.training.attempt import read_status, step_in_progress
 from tests.ranks import LONG, free_port
 
 AGENT = (
@@ -20,8 +20,8 @@ AGENT = (
 )
 
 
-def agent(port: int, run: Path) -> "subprocess.Popen[str]":
-    train = ("train", "configs/digits_cnn.yaml", "--train.steps", "300", "--train.batch-per-rank", "64",
+def agent(port: int, run: Path, steps: int) -> "subprocess.Popen[str]":
+    train = ("train", "configs/digits_cnn.yaml", "--train.steps", str(steps), "--train.batch-per-rank", "64",
              "--train.evaluate-every", "0", "--train.log-every", "20", "--checkpoint.every", "20", "--run-dir",
              str(run), "--timeout", "20")  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", *AGENT, "--rdzv-endpoint", f"127.0.0.1:{port}",
@@ -30,25 +30,44 @@ def agent(port: int, run: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.slow
-def test_a_lost_node_leaves_the_batch_as_it_was(tmp_path: Path) -> None:
-    """The agent that is killed takes its rank with it; the other goes on alone, with the same global batch."""
-    run = tmp_path / "run"
-    port = free_port()
-    first = agent(port, run)
-    time.sleep(1)  # it hosts the rendezvous
-    second = agent(port, run)
+def until_step(run: Path, step: int) -> None:
     deadline = time.monotonic() + LONG
-    while step_in_progress(run) < 45 and time.monotonic() < deadline:
+    while step_in_progress(run) < step:
+        assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.02)
+
+
+def ranks_now(run: Path) -> int:
+    status = read_status(run)
+    return len(status.ranks) if status is not None else 0
+
+
+@pytest.mark.slow
+def test_a_lost_node_leaves_the_batch_as_it_was_and_may_come_back(tmp_path: Path) -> None:
+    """The agent that is killed takes its rank with it; the other goes on alone, with the same global batch; and when a
+    node comes back, both go on together.
+    """
+    run, port = tmp_path / "run", free_port()
+    first = agent(port, run, 2000)
+    time.sleep(1)  # it hosts the rendezvous
+    second = agent(port, run, 2000)
+    until_step(run, 45)
     second.send_signal(signal.SIGKILL)
-    output, _ = first.communicate(timeout=LONG)
+    deadline = time.monotonic() + LONG
+    while ranks_now(run) != 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    until_step(run, 60)
+    third = agent(port, run, 2000)
+    while ranks_now(run) != 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ranks_now(run) == 2
+    outputs = [one.communicate(timeout=LONG)[0] for one in (first, third)]
     second.wait()
-    assert first.returncode == 0, output
-    assert "global batch 128 = 64 per rank x 2 ranks" in output
-    assert "global batch 128 = 128 per rank x 1 rank" in output
-    assert "saved by 2 ranks" in output
+    assert [first.returncode, third.returncode] == [0, 0], outputs
+    assert "global batch 128 = 64 per rank x 2 ranks" in outputs[0]
+    assert "global batch 128 = 128 per rank x 1 rank" in outputs[0]
+    assert "saved by 2 ranks" in outputs[0]
+    assert "saved by 1 rank" in outputs[0]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (restarted,) = [record for record in records if record["kind"] == "restart"]
-    assert restarted["ranks"] == 1
-    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(20, 301, 20))
+    assert [record["ranks"] for record in records if record["kind"] == "restart"] == [1, 2]
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(20, 2001, 20))

@@ -153,7 +153,7 @@ def test_a_mistake_inside_the_nodes_is_one_line() -> None:
 def trained_on_two_nodes(run: Path, *flags: str) -> tuple[list[link.Node], Any]:
     """`lockstep train` on one rank of each of two nodes, taking steps."""
     train = ["train", "configs/digits_cnn.yaml", "--run-dir", str(run), "--train.steps", "100000", *flags]
-    nodes = [link.Node(n, link._torchrun(n, 1, str(run.parent), train), link._environment(2)) for n in range(2)]
+    nodes = [link.Node(n, link.torchrun_of(n, 1, str(run.parent), train), link.environment_of(2)) for n in range(2)]
     relay = link.connect(nodes, link.parse_link("1gbit"))
     for node in nodes:
         node.go()

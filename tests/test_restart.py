@@ -15,9 +15,10 @@ import pytest
 from lockstep.errors import RankError, UserError
 from lockstep.launch import restart
 from lockstep.launch.leftovers import MEMORY
+from lockstep.results.metrics import METRICS
 from lockstep.training.attempt import read_status, step_in_progress
 from lockstep.training.export import load_model
-from lockstep.training.metrics import METRICS, SET_ASIDE, set_aside
+from lockstep.training.metrics import SET_ASIDE, set_aside
 from tests.ranks import LONG
 
 CONFIG = "configs/digits_cnn.yaml"

@@ -29,6 +29,8 @@ class Fault:
     """Ranks wait until --timeout: it is named that much later."""
     equal: bool = True
     """The weights at the end are those of an undisturbed run; else a step was left out on purpose."""
+    nodes: bool = False
+    """Of two nodes, which torchrun has started."""
     damage: str = ""
     """To the newest checkpoint, when the rank has been killed."""
     told: str = ""
@@ -43,6 +45,15 @@ SAVING = ("folder made", "files written", "manifest written", "renamed", "pointe
 ALL: tuple[Fault, ...] = (
     Fault("kill-rank", "kill -9 of a rank", KILLED, signal=signal.SIGKILL),
     Fault("kill-launcher", "kill -9 of the launcher", "", after="resumed", signal=signal.SIGKILL),
+    Fault("kill-agent", "kill -9 of a node's agent; another node takes its place", r"\[rank 0\] error: ", nodes=True),
+    Fault(
+        "partition",
+        "the link between two nodes is cut; both are started anew",
+        "the ranks hung: ",
+        after="resumed",
+        hangs=True,
+        nodes=True,
+    ),
     Fault("stop-rank", "SIGSTOP of a rank", r"rank \d did not answer: process \d+", signal=signal.SIGSTOP, hangs=True),
     Fault("raise", "a rank raises", r"rank \d failed first.*a fault of chaos", inside=True),
     Fault("exit", "a rank leaves with exit status 0", r"rank \d left with sys.exit\(0\)", inside=True),

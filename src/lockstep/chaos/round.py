@@ -2,30 +2,28 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from lockstep.chaos import nodes
+from lockstep.chaos.command import LIMIT, Command, until
 from lockstep.chaos.faults import Fault
 from lockstep.chaos.inside import INJECTED
 from lockstep.checkpoint.checkpoints import CHECKPOINTS
 from lockstep.errors import UserError
+from lockstep.results.metrics import read_metrics
 from lockstep.training.attempt import read_status, step_in_progress
 from lockstep.training.export import load_model
-from lockstep.training.metrics import METRICS, records_of
-
-LIMIT = 120.0
-"""Seconds that a round may take in all."""
 
 
 @dataclass
@@ -59,50 +57,21 @@ class Setting:
     timeout: float = 5.0
 
 
-class Victim:
-    """A run in a process of its own, and what it says, line by line, with the time of each."""
-
-    def __init__(self, setting: Setting, run: Path, fault: str, step: int, rank: int, *resume: str) -> None:
-        given = (setting.config, run, fault, step, rank, setting.nproc, setting.backend, setting.timeout, 3, *resume)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.chaos.victim", *map(str, given)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines: list[tuple[float, str]] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip()))
-
-    def wait(self, seconds: float) -> int | None:
-        try:
-            status = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            status = None
-            self.process.wait()
-        self._reader.join(5)
-        return status
-
-    @property
-    def output(self) -> str:
-        return "\n".join(line for _, line in self.lines)
+def victim_of(setting: Setting, run: Path, fault: str, step: int, rank: int, *resume: str) -> Command:
+    """A run, with a fault in it."""
+    given = (setting.config, run, fault, step, rank, setting.nproc, setting.backend, setting.timeout, 3, *resume)
+    return Command([sys.executable, "-m", "lockstep.chaos.victim", *map(str, given)])
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_model(run)[0].state_dict()
 
 
+@cache
 def undisturbed(setting: Setting) -> dict[str, torch.Tensor]:
     """What every round should come to."""
-    run = setting.folder / "undisturbed"
-    victim = Victim(setting, run, "none", 0, 0)
+    run = setting.folder / f"undisturbed-{setting.nproc}"
+    victim = victim_of(setting, run, "none", 0, 0)
     if victim.wait(LIMIT) != 0:
         raise UserError(f"{setting.config} does not train, even undisturbed:\n{victim.output}")
     return weights(run)
@@ -110,65 +79,94 @@ def undisturbed(setting: Setting) -> dict[str, torch.Tensor]:
 
 def play(setting: Setting, fault: Fault, number: int, step: int, rank: int, expected: dict[str, Any]) -> Round:
     """One round: start, disturb, wait, compare."""
-    result, before = Round(fault.name), traces()
+    result, before = Round(fault.name), traces(setting)
     if fault.name == "taken-port":
         _taken_port(setting, fault, result)
-        result.left = sorted(traces() - before)
+        result.left = sorted(traces(setting) - before)
         return result
     run = setting.folder / f"{number:03d}-{fault.name}"
-    victim = Victim(setting, run, fault.name if fault.inside else "none", step, rank)
-    try:
-        hit = _injected(run) if fault.inside else _disturb(victim, run, fault, step, rank)
-        if fault.after == "resumed":
-            victim.wait(LIMIT)
-            victim = Victim(setting, run, "none", 0, 0, "auto")
-        result.resumed = _goes_on(run, hit, fault)
-        status = victim.wait(LIMIT)
-    except TimeoutError as late:
-        victim.process.kill()
-        result.problem = str(late)
-        status = victim.wait(1)
+    if fault.nodes:
+        _play_on_nodes(setting, fault, run, step, result)
+        expected = undisturbed(replace(setting, nproc=2))
     else:
-        result.named = _named(victim, fault, hit)
-    result.output = victim.output
+        _play_here(setting, fault, run, step, rank, result)
     if fault.told not in result.output:
         result.problem = result.problem or f"nothing said {fault.told!r}"
-    if status != 0 and not result.problem:
-        result.problem = f"ended with status {status}" if status is not None else f"took longer than {LIMIT:.0f} s"
     if not result.problem:
-        restarts = [record for record in records_of(run / METRICS) if record["kind"] == "restart"]
+        restarts = [record for record in read_metrics(run) if record["kind"] == "restart"]
         result.lost = sum(int(record["lost"]) for record in restarts)
         found = weights(run)
         same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
         result.equal = same if fault.equal else None
-    result.left = sorted(traces() - before) + [str(f.name) for f in (run / CHECKPOINTS).glob(".*.part")]
+    result.left = sorted(traces(setting) - before) + [str(f.name) for f in (run / CHECKPOINTS).glob(".*.part")]
     return result
+
+
+def _play_here(setting: Setting, fault: Fault, run: Path, step: int, rank: int, result: Round) -> None:
+    victim = victim_of(setting, run, fault.name if fault.inside else "none", step, rank)
+    try:
+        hit = _injected(run) if fault.inside else _disturb(victim, run, fault, step, rank)
+        if fault.after == "resumed":
+            victim.wait(LIMIT)
+            victim = victim_of(setting, run, "none", 0, 0, "auto")
+        result.resumed = _goes_on(run, hit, fault)
+        ended(result, victim.wait(LIMIT))
+        told = victim.said(fault.named)  # a launcher that was killed says nothing; its successor goes on
+        result.named = None if told is None else told - hit
+    except TimeoutError as late:
+        victim.process.kill()
+        victim.wait(1)
+        result.problem = str(late)
+    result.output = victim.output
+
+
+def _play_on_nodes(setting: Setting, fault: Fault, run: Path, step: int, result: Round) -> None:
+    """Two nodes of one rank each."""
+    train = nodes.training(setting.config, run, setting.timeout)
+    try:
+        if fault.name == "kill-agent":
+            first, third, hit = nodes.kill_agent(train, run, step)
+            try:
+                result.resumed = _goes_on(run, hit, fault)
+                ended(result, first.wait(LIMIT))
+            finally:
+                third.wait(10)
+            told = first.said(fault.named)
+            result.named, result.output = None if told is None else told - hit, first.output
+            return
+        hit, told_after, result.output = nodes.partition(train, run, step, setting.folder)
+        result.named = max(told_after)
+        again = nodes.Network(train, setting.folder)
+        try:
+            result.resumed = _goes_on(run, hit, fault)
+            ended(result, again.wait())
+            result.output += "\n".join(again.output())
+        finally:
+            again.end()
+    except TimeoutError as late:
+        result.problem = str(late)
+
+
+def ended(result: Round, status: int | None) -> None:
+    if status != 0 and not result.problem:
+        result.problem = f"ended with status {status}" if status is not None else f"took longer than {LIMIT:.0f} s"
 
 
 # ---- from outside ------------------------------------------------------------------------------------------------
 
 
-def _until(what: str, ready: Any, seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := ready()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
-        time.sleep(0.002)
-    return found
-
-
-def _disturb(victim: Victim, run: Path, fault: Fault, step: int, rank: int) -> float:
+def _disturb(victim: Command, run: Path, fault: Fault, step: int, rank: int) -> float:
     """Send the signal in that step, and damage what there is to damage; the time of the signal."""
-    _until(f"step {step}", lambda: step_in_progress(run) >= step)
+    until(f"step {step}", lambda: step_in_progress(run) >= step)
     if fault.damage:
-        _until("a second checkpoint", lambda: len(_whole(run)) > 1)
+        until("a second checkpoint", lambda: len(_whole(run)) > 1)
     status = read_status(run)
     assert status is not None, "a run that takes steps has one"
     pid = victim.process.pid if fault.name == "kill-launcher" else status.ranks[rank][1]
     os.kill(pid, fault.signal)
     hit = time.monotonic()
     if fault.damage:  # when nobody saves any more, and nobody reads yet
-        _until("the ranks' end", lambda: not any(psutil.pid_exists(pid) for _, pid in status.ranks))
+        until("the ranks' end", lambda: not any(psutil.pid_exists(pid) for _, pid in status.ranks))
         _damage(_whole(run)[-1], fault.damage)
     return hit
 
@@ -195,7 +193,7 @@ def _damage(checkpoint: Path, how: str) -> None:
 
 
 def _injected(run: Path) -> float:
-    return float(_until("the fault", lambda: (run / INJECTED).exists() and (run / INJECTED).read_text()))
+    return float(until("the fault", lambda: (run / INJECTED).exists() and (run / INJECTED).read_text()))
 
 
 def _taken_port(setting: Setting, fault: Fault, result: Round) -> None:
@@ -217,11 +215,6 @@ def _taken_port(setting: Setting, fault: Fault, result: Round) -> None:
 # ---- what came of it ---------------------------------------------------------------------------------------------
 
 
-def _named(victim: Victim, fault: Fault, hit: float) -> float | None:
-    """When the first line came that names it. A launcher that was killed says nothing; its successor goes on."""
-    return next((at - hit for at, line in victim.lines if fault.named and re.search(fault.named, line)), None)
-
-
 def _goes_on(run: Path, hit: float, fault: Fault) -> float | None:
     """When the first step after the fault was taken."""
     if fault.after == "goes on":
@@ -231,7 +224,7 @@ def _goes_on(run: Path, hit: float, fault: Fault) -> float | None:
         status = read_status(run)
         return status is not None and (status.restarts > 0 or fault.after == "resumed") and _fresh(run, hit)
 
-    _until("a step after the fault", again, LIMIT)
+    until("a step after the fault", again, LIMIT)
     return time.monotonic() - hit
 
 
@@ -241,12 +234,12 @@ def _fresh(run: Path, hit: float) -> bool:
     return began > hit and step_in_progress(run) > 0
 
 
-def traces() -> set[str]:
+def traces(setting: Setting) -> set[str]:
     """What runs leave behind where they are not careful."""
     found = {f"/dev/shm/{f.name}" for f in Path("/dev/shm").glob("*") if f.name.startswith(("lockstep-", "sem.mp-"))}
     found |= {str(f) for f in Path(tempfile.gettempdir()).glob("lockstep-[0-9]*")}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "lockstep.chaos.victim" in words or any("multiprocessing.spawn" in word for word in words):
+        if any(str(setting.folder) in word or "multiprocessing.spawn" in word for word in words[1:]):
             found.add(f"process {process.pid}")
     return found

@@ -11,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lockstep.chaos.faults import ALL, BY_NAME, FIRST_RANK, Fault
+from lockstep.chaos.nodes import LINK
 from lockstep.chaos.round import Round, Setting, play, undisturbed
 from lockstep.cli.flags import config_from
 from lockstep.cli.parsing import check_output, parse
@@ -18,6 +19,7 @@ from lockstep.cli.tables import console, new_table
 from lockstep.config import save_config
 from lockstep.errors import UserError
 from lockstep.launch import adopt_environment
+from lockstep.launch.link import check_possible, parse_link
 from lockstep.results.record import Record
 
 NAMED, RESUMED = 2.0, 15.0
@@ -38,8 +40,9 @@ class ChaosArguments:
     """
 
     faults: tuple[str, ...] = ("all",)
-    """all, or some of kill-rank, kill-launcher, stop-rank, raise, exit, wrong-collective, slow-rank, nan, full-disk,
-    save-1 to save-5 (kill -9 at each moment of saving), truncated, flipped, missing, swapped, taken-port."""
+    """all, or some of kill-rank, kill-launcher, kill-agent, partition (on two nodes; needs root and
+    iproute2), stop-rank, raise, exit, wrong-collective, slow-rank, nan, full-disk, save-1 to save-5 (kill -9 at each
+    moment of saving), truncated, flipped, missing, swapped, taken-port."""
     rounds: int = 20
     """Runs in all: the faults take turns."""
     nproc: int = 2
@@ -94,7 +97,16 @@ def chosen(arguments: ChaosArguments) -> list[Fault]:
     for flag, (value, least) in {**numbers, "--save-every": (arguments.save_every, 1)}.items():
         if value < least:
             raise UserError(f"{flag} is {value}, but it must be {least} or more")
-    return list(ALL) if "all" in arguments.faults else [BY_NAME[name] for name in arguments.faults]
+    if "all" not in arguments.faults:
+        if "partition" in arguments.faults:
+            check_possible(parse_link(LINK))
+        return [BY_NAME[name] for name in arguments.faults]
+    try:
+        check_possible(parse_link(LINK))
+    except UserError as impossible:
+        print(f"without partition: {impossible}")
+        return [fault for fault in ALL if fault.name != "partition"]
+    return list(ALL)
 
 
 def played(setting: Setting, faults: list[Fault], arguments: ChaosArguments) -> list[Round]:

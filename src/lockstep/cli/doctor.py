@@ -1,21 +1,19 @@
 """`lockstep doctor`."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.cli.parsing import parse, refuse_positional
 from lockstep.cli.tables import console, new_table
-from lockstep.comm.collectives import all_gather_objects
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.machine import machine
-from lockstep.doctor.nodes import Report, by_ssh, differences, own_report
+from lockstep.doctor.nodes import Report, by_ssh, differences, from_every_node, own_report
 from lockstep.doctor.running import look_at
 from lockstep.doctor.trial import backends, master
 from lockstep.doctor.variables import variables
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
-from lockstep.layout.world import World
+from lockstep.words import counted
 
 MARKS = {"fine": "[green]✓[/]", "note": "[yellow]![/]", "wrong": "[red]✗[/]"}
 
@@ -74,25 +72,12 @@ def main(argv: list[str]) -> int:
     return shown("this machine", found, found)
 
 
-def from_every_node(world: World, report: Report) -> list[Report]:
-    """The first rank has all of them; the others have nothing to show."""
-    start = all_reduced_at(world)
-    report.skew = report.clock = start
-    everyone = [Report.from_json(text) for text in all_gather_objects(report.to_json()) if text]
-    first = {one.node: one for one in reversed(everyone)}
-    return list(reversed(first.values())) if world.is_main else []
-
-
-def all_reduced_at(world: World) -> float:
-    """The wall clock at a moment that is the same on every rank, up to the network's latency."""
-    all_gather_objects(world.rank)
-    return time.time()
-
-
 def several(reports: list[Report]) -> int:
     """What differs first, then of each node what is not as it should be."""
     found = list(differences(reports))
-    status = shown(f"between {len(reports)} nodes", found or [Finding("nodes", "nothing differs that matters")], found)
+    status = shown(
+        f"between {counted(len(reports), 'node')}", found or [Finding("nodes", "nothing differs that matters")], found
+    )
     for report in reports:
         amiss = [one for one in report.findings if one.verdict != "fine"]
         status |= shown(report.node, amiss or [Finding("node", "nothing to mend")], report.findings)

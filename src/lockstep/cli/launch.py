@@ -7,13 +7,13 @@ from pathlib import Path
 
 from lockstep.cli.parsing import check_output, parse
 from lockstep.config import load_config
-from lockstep.config.cluster import HOWS, Job, chosen, script
+from lockstep.config.cluster import HOWS, Job, Place, chosen, script
 from lockstep.errors import UserError
 from lockstep.results.whole import write_whole
 
 
 @dataclass
-class LaunchArguments:
+class LaunchArguments(Place):
     """Write the script that starts a config on a cluster, and say what was chosen: lockstep launch
     slurm|torchrun|kubernetes|deepspeed CONFIG.
 
@@ -28,29 +28,6 @@ class LaunchArguments:
     lockstep launch kubernetes configs/fsdp_transformer.yaml --nodes 2 --gpus 8 --image registry/lockstep:1
     """
 
-    nodes: int = 1
-    gpus: int = 0
-    """Of each node, one rank for each. 0: the ranks compute on CPUs."""
-    ranks: int | None = None
-    """Of each node. None: one for each GPU; one on CPUs."""
-    cpus: int | None = None
-    """Cores of each rank. None: what the cluster gives."""
-    time: str = "24:00:00"
-    """Slurm: the time limit. Two minutes before it the run saves, and is queued again."""
-    partition: str | None = None
-    """Slurm's."""
-    name: str = "lockstep"
-    """Of the job."""
-    master: str | None = None
-    """torchrun and deepspeed: the first node's address."""
-    port: int = 29500
-    """torchrun and kubernetes: where the nodes meet."""
-    max_restarts: int = 3
-    """torchrun and kubernetes: how often all ranks are started anew when one fails."""
-    save_every: int = 100
-    """Steps between checkpoints, where the config has none: without them nothing could be gone on with."""
-    image: str = "lockstep:latest"
-    """kubernetes: a container image that has lockstep and the config in it."""
     out: str | None = None
     """Write it to this file. None: print it."""
     submit: bool = False
@@ -67,24 +44,7 @@ def main(argv: list[str]) -> int:
     how, file = words
     arguments = parse(LaunchArguments, argv[2:], "launch HOW CONFIG")
     check(arguments)
-    config = load_config(file)
-    ranks = arguments.ranks or max(1, arguments.gpus)
-    job = Job(
-        file,
-        config,
-        arguments.nodes,
-        arguments.gpus,
-        ranks,
-        cpus=arguments.cpus,
-        time=arguments.time,
-        partition=arguments.partition,
-        name=arguments.name,
-        master=arguments.master,
-        port=arguments.port,
-        max_restarts=arguments.max_restarts,
-        save_every=arguments.save_every,
-        image=arguments.image,
-    )
+    job = Job(file, load_config(file), arguments)
     text = script(how, job)
     if arguments.out is not None:
         check_output("--out", arguments.out)

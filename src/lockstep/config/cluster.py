@@ -15,41 +15,62 @@ WARNING_SECONDS = 120
 """Before the time limit, in which a run saves."""
 
 
+@dataclass
+class Place:
+    """Where a job is to run, and how it is to be kept alive there."""
+
+    nodes: int = 1
+    gpus: int = 0
+    """Of each node, one rank for each. 0: the ranks compute on CPUs."""
+    ranks: int | None = None
+    """Of each node. None: one for each GPU; one on CPUs."""
+    cpus: int | None = None
+    """Cores of each rank. None: what the cluster gives."""
+    time: str = "24:00:00"
+    """Slurm: the time limit. Two minutes before it the run saves, and is queued again."""
+    partition: str | None = None
+    """Slurm's."""
+    name: str = "lockstep"
+    """Of the job."""
+    master: str | None = None
+    """torchrun and deepspeed: the first node's address."""
+    port: int = 29500
+    """torchrun and kubernetes: where the nodes meet."""
+    max_restarts: int = 3
+    """torchrun and kubernetes: how often all ranks are started anew when one fails."""
+    save_every: int = 100
+    """Steps between checkpoints, where the config has none: without them nothing could be gone on with."""
+    image: str = "lockstep:latest"
+    """kubernetes: a container image that has lockstep and the config in it."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to be started where."""
 
     file: str
     config: Config
-    nodes: int
-    gpus: int
-    """Of each node."""
-    ranks: int
-    """Of each node."""
-    cpus: int | None = None
-    time: str = "24:00:00"
-    partition: str | None = None
-    name: str = "lockstep"
-    master: str | None = None
-    port: int = 29500
-    max_restarts: int = 3
-    save_every: int = 100
-    image: str = "lockstep:latest"
+    place: Place
+
+    @property
+    def ranks(self) -> int:
+        """Of each node."""
+        return self.place.ranks or max(1, self.place.gpus)
 
     @property
     def world(self) -> int:
-        return self.nodes * self.ranks
+        return self.place.nodes * self.ranks
 
     @property
     def run_dir(self) -> str:
         """The same at each start, so that a later one finds what an earlier one has saved."""
-        return f"runs/{self.name}"
+        return f"runs/{self.place.name}"
 
     def flags(self) -> list[str]:
         """Of `lockstep train`, beyond the config."""
         saving = self.config.checkpoint
         saves = saving.every or saving.every_seconds
-        every = [] if saves else ["--checkpoint.every", str(self.save_every)]
+        every = [] if saves else ["--checkpoint.every", str(self.place.save_every)]
         return ["--run-dir", self.run_dir, "--resume", "auto", *every]
 
     def train(self) -> str:
@@ -63,21 +84,25 @@ def check_fits(job: Job) -> None:
     if job.world % prod(cut.values()):
         degrees = ", ".join(f"{axis} {degree}" for axis, degree in cut.items())
         raise UserError(
-            f"{job.file} has {degrees}, which {job.nodes} x {job.ranks} ranks cannot be divided by; give another "
+            f"{job.file} has {degrees}, which {job.place.nodes} x {job.ranks} ranks cannot be divided by; give another "
             f"number of --nodes, --gpus or --ranks"
         )
 
 
 def chosen(how: str, job: Job) -> list[str]:
     """What was chosen, for the person who starts it."""
-    found = [f"{job.nodes} x {job.ranks} ranks, {'a GPU each' if job.gpus else 'on CPUs'}, of {job.file}"]
+    found = [f"{job.place.nodes} x {job.ranks} ranks, {'a GPU each' if job.place.gpus else 'on CPUs'}, of {job.file}"]
     saving = job.config.checkpoint
     if not (saving.every or saving.every_seconds):
-        found.append(f"the config saves nothing: a checkpoint every {job.save_every} steps was added (--save-every)")
+        found.append(
+            f"the config saves nothing: a checkpoint every {job.place.save_every} steps was added (--save-every)"
+        )
     if job.config.parallel.tp > job.ranks:
         found.append(f"tensor parallelism of {job.config.parallel.tp} spans nodes of {job.ranks} ranks, which is slow")
     if how == "slurm":
-        found.append(f"{WARNING_SECONDS} s before {job.time} is over it saves, and is queued again until it is done")
+        found.append(
+            f"{WARNING_SECONDS} s before {job.place.time} is over it saves, and is queued again until it is done"
+        )
     return found
 
 
@@ -86,14 +111,14 @@ def chosen(how: str, job: Job) -> list[str]:
 
 def slurm(job: Job) -> str:
     options = {
-        "job-name": job.name,
-        "nodes": job.nodes,
+        "job-name": job.place.name,
+        "nodes": job.place.nodes,
         "ntasks-per-node": job.ranks,
-        "gpus-per-node": job.gpus or None,
-        "cpus-per-task": job.cpus,
-        "partition": job.partition,
-        "time": job.time,
-        "output": f"{job.name}-%j.log",
+        "gpus-per-node": job.place.gpus or None,
+        "cpus-per-task": job.place.cpus,
+        "partition": job.place.partition,
+        "time": job.place.time,
+        "output": f"{job.place.name}-%j.log",
         "open-mode": "append",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
@@ -120,18 +145,19 @@ def slurm(job: Job) -> str:
 
 
 def torchrun(job: Job) -> str:
-    master = job.master or ("127.0.0.1" if job.nodes == 1 else None)
+    place = job.place
+    master = place.master or ("127.0.0.1" if place.nodes == 1 else None)
     if master is None:
         raise UserError("lockstep launch torchrun with --nodes needs --master, the address of the first one")
     return "\n".join(
         [
             "#!/usr/bin/env bash",
-            f"# Run this on each of the {job.nodes} nodes, in any order."
-            if job.nodes > 1
+            f"# Run this on each of the {job.place.nodes} nodes, in any order."
+            if job.place.nodes > 1
             else "# Run this on the machine.",
             "set -euo pipefail",
-            f"exec torchrun --nnodes={job.nodes} --nproc-per-node={job.ranks} --max-restarts={job.max_restarts} \\",
-            f"    --rdzv-backend=c10d --rdzv-endpoint={master}:{job.port} --rdzv-id={shlex.quote(job.name)} \\",
+            f"exec torchrun --nnodes={place.nodes} --nproc-per-node={job.ranks} --max-restarts={place.max_restarts} \\",
+            f"    --rdzv-backend=c10d --rdzv-endpoint={master}:{place.port} --rdzv-id={shlex.quote(place.name)} \\",
             f"    -m lockstep {job.train()}",
             "",
         ]
@@ -140,7 +166,7 @@ def torchrun(job: Job) -> str:
 
 def deepspeed(job: Job) -> str:
     """Its launcher reaches the nodes by ssh, from a file that lists them."""
-    hosts = [job.master or "node1", *(f"node{number}" for number in range(2, job.nodes + 1))]
+    hosts = [job.place.master or "node1", *(f"node{number}" for number in range(2, job.place.nodes + 1))]
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -160,36 +186,36 @@ def deepspeed(job: Job) -> str:
 def kubernetes(job: Job) -> str:
     """A PyTorchJob of Kubeflow's: a status of 128 and more is tried again, which is what a pod that is moved leaves."""
     run = (
-        f"torchrun --nnodes={job.nodes} --nproc-per-node={job.ranks} --max-restarts={job.max_restarts} "
-        f"--rdzv-backend=c10d --rdzv-endpoint=${{MASTER_ADDR}}:{job.port} --rdzv-id={job.name} "
+        f"torchrun --nnodes={job.place.nodes} --nproc-per-node={job.ranks} --max-restarts={job.place.max_restarts} "
+        f"--rdzv-backend=c10d --rdzv-endpoint=${{MASTER_ADDR}}:{job.place.port} --rdzv-id={job.place.name} "
         f"-m lockstep {job.train()}"
     )
     container: dict[str, object] = {
         "name": "pytorch",
-        "image": job.image,
+        "image": job.place.image,
         "command": ["sh", "-c", run],
-        "ports": [{"name": "pytorchjob-port", "containerPort": job.port}],
+        "ports": [{"name": "pytorchjob-port", "containerPort": job.place.port}],
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": "/workspace/runs"}],
         "workingDir": "/workspace",
     }
-    if job.gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus}}
+    if job.place.gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.place.gpus}}
     pod = {
         "containers": [container],
         "volumes": [
             {"name": "shm", "emptyDir": {"medium": "Memory"}},  # a container's own is 64 MiB
-            {"name": "runs", "persistentVolumeClaim": {"claimName": f"{job.name}-runs"}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": f"{job.place.name}-runs"}},
         ],
     }
 
     def replicas(count: int) -> dict[str, object]:
         return {"replicas": count, "restartPolicy": "ExitCode", "template": {"spec": deepcopy(pod)}}
 
-    kinds = {"Master": replicas(1), **({"Worker": replicas(job.nodes - 1)} if job.nodes > 1 else {})}
+    kinds = {"Master": replicas(1), **({"Worker": replicas(job.place.nodes - 1)} if job.place.nodes > 1 else {})}
     manifest = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": {"name": job.name},
+        "metadata": {"name": job.place.name},
         "spec": {"nprocPerNode": str(job.ranks), "pytorchReplicaSpecs": kinds},
     }
     return yaml.safe_dump(manifest, sort_keys=False, width=10_000)

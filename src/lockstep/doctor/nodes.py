@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.doctor.finding import Finding
 from lockstep.errors import UserError
+from lockstep.layout.world import World
 
 SAME = ("Python", "torch", "NCCL", "GPUs", "GPU 0", "GPU links", "cores", "open files", "locked memory")
 """What nodes of one job must, or should, have in common."""
@@ -47,6 +49,15 @@ class Report:
 
 def own_report(findings: list[Finding]) -> Report:
     return Report(platform.node(), findings, time.time())
+
+
+def from_every_node(world: World, report: Report) -> list[Report]:
+    """By the ranks of a job. The first one has all of them; the others have nothing to show."""
+    all_gather_objects(world.rank)  # so that each looks at its clock at one moment, up to the network's latency
+    report.skew = report.clock = time.time()
+    everyone = [Report.from_json(text) for text in all_gather_objects(report.to_json()) if text]
+    first = {one.node: one for one in reversed(everyone)}
+    return list(reversed(first.values())) if world.is_main else []
 
 
 def by_ssh(hosts: tuple[str, ...], trial: bool) -> list[Report]:

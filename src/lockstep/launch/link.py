@@ -100,14 +100,14 @@ def check_possible(link: Link) -> None:
 class Node:
     """One host: a process in namespaces of its own, which waits for its network and then becomes torchrun."""
 
-    def __init__(self, number: int, command: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, number: int, command: list[str], environment: dict[str, str], quiet: bool = False) -> None:
         self.number = number
         self.said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         namespaces = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self.process = subprocess.Popen(
             [*namespaces, "sh", "-c", 'read go && exec "$@" < /dev/null', "sh", *command],
             stdin=subprocess.PIPE,
-            stdout=None if number == 0 else self.said,  # the first node holds rank 0, who speaks for all
+            stdout=self.said if number or quiet else None,  # the first node holds rank 0, who speaks for all
             stderr=self.said,
             env={**os.environ, **environment},
             preexec_fn=partial(die_with_parent, os.getpid()),
@@ -188,8 +188,8 @@ def run_over_link(text: str, arguments: list[str], nproc: int | None) -> int:
     folder = tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{signature()}-")  # torchrun's logs
     try:
         for number in range(NODES):
-            command = _torchrun(number, ranks // NODES, folder.name, arguments)
-            nodes.append(Node(number, command, _environment(ranks)))
+            command = torchrun_of(number, ranks // NODES, folder.name, arguments)
+            nodes.append(Node(number, command, environment_of(ranks)))
         relay = connect(nodes, link)
         for node in nodes:
             node.go()
@@ -232,7 +232,7 @@ def _explain(failed: Node) -> int:
     return 1
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def environment_of(ranks: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // ranks))),
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -243,7 +243,7 @@ def _environment(ranks: int) -> dict[str, str]:
     }
 
 
-def _torchrun(number: int, ranks_per_node: int, folder: str, arguments: list[str]) -> list[str]:
+def torchrun_of(number: int, ranks_per_node: int, folder: str, arguments: list[str]) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={NODES}", f"--nproc-per-node={ranks_per_node}", "--rdzv-backend=c10d", "--rdzv-id=lockstep"),

@@ -39,7 +39,9 @@ ANSWERS_WITHIN = 0.6
 """Seconds that ranks have to say what they are doing: two looks, and some more."""
 LET_OTHERS_END = 0.4
 ALONE_AFTER = 1.6
-"""Seconds after which a rank that hangs, and has heard nothing of the others, ends by itself."""
+"""Seconds after which a rank that hangs, and whose store has not answered, ends by itself."""
+AT_LATEST = 10.0
+"""The same, where the store has answered: it may have gone since, or the machine may be slow."""
 PASSING = 1.0
 """Seconds after which a call in a run that is well would be over."""
 
@@ -54,6 +56,7 @@ class Watch:
         self._since: dict[tuple[str, tuple[int, ...], int, str], float] = {}
         """Since when we know of a call that has not ended, by a clock that nobody sets."""
         self._hanging, self._asked, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._heard = threading.Event()
         self._telling = threading.Lock()
         self._threads = [
             threading.Thread(target=run, name=f"lockstep watch ({name})", daemon=True)
@@ -88,7 +91,7 @@ class Watch:
             age = self._oldest()
             if age >= self.timeout:
                 self._hanging.set()
-            if age >= self.timeout + ALONE_AFTER:
+            if age >= self.timeout + (AT_LATEST if self._heard.is_set() else ALONE_AFTER):
                 alone = report({self.rank: own_situation(self.rank)}, {})
                 end_with(f"{alone}\n  the other ranks cannot be asked: {store_address()} does not answer")
 
@@ -113,7 +116,10 @@ class Watch:
 
     def _begun(self, why: str) -> str:
         """Ours, or that of a rank that was quicker: all must answer the same one."""
-        return self._store.compare_set("look", self._seen, f"{why}-{self.rank}-{time.time_ns()}").decode()
+        token = self._store.compare_set("look", self._seen, f"{why}-{self.rank}-{time.time_ns()}").decode()
+        if why == "hang":
+            self._heard.set()
+        return token
 
     def _answer(self, token: str) -> None:
         said = self.told(token)
@@ -166,7 +172,7 @@ class Watch:
 
         asking = threading.Thread(target=ask, daemon=True)  # a store that nobody reaches keeps one waiting
         asking.start()
-        asking.join(ALONE_AFTER)
+        asking.join(2 * ALONE_AFTER)
         return said[0] if said else None
 
 

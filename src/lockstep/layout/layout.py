@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lockstep.layout.degrees import AXES, Degrees
 from lockstep.layout.group import ALONE, Group, shared_group
-from lockstep.layout.world import World, torch_backend
+from lockstep.layout.world import World, patience, torch_backend
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +72,7 @@ class Layout:
         return Group(" x ".join(axes), ranks.index(self.world.rank), len(ranks), made)
 
     def _new_group(self, ranks: list[int], axes: str = "alone") -> dist.ProcessGroup:
-        return shared_group(ranks, torch_backend(self.world.backend), self.world.patience, description=axes)
+        return shared_group(ranks, torch_backend(self.world.backend), patience(self.world.timeout), description=axes)
 
     def _ranks(self, axes: tuple[str, ...]) -> list[int]:
         """Numbers of the ranks that have this rank's coordinates but in these axes."""

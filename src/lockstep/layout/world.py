@@ -28,11 +28,6 @@ class World:
     """All ranks, by another backend than the world's own; None: by the world's own."""
 
     @property
-    def patience(self) -> timedelta:
-        """What torch's groups are given."""
-        return patience(self.timeout)
-
-    @property
     def is_main(self) -> bool:
         """Rank 0 prints, draws progress and writes files."""
         return self.rank == 0
@@ -43,6 +38,7 @@ MARGIN = 5.0
 
 
 def patience(timeout: float) -> timedelta:
+    """What torch's groups are given."""
     return timedelta(seconds=timeout + MARGIN)
 
 

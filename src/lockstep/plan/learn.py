@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 from lockstep.config import Config, load_config
 from lockstep.errors import UserError
@@ -15,6 +14,7 @@ from lockstep.plan.memory import memory_of
 from lockstep.plan.network import Network
 from lockstep.plan.software import COMPILED, OURS
 from lockstep.plan.step import Setting, step_time
+from lockstep.results.metrics import read_metrics
 from lockstep.strategies import degrees_of
 
 STAGES = {"zero1": 1, "zero1_torch": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
@@ -78,11 +78,9 @@ def learned(folder: Path, machine: Machine) -> Learned:
     config = load_config(folder / "config.yaml")
     try:
         ranks = int(json.loads((folder / "run.json").read_text(encoding="utf-8"))["result"]["ranks"])
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        records: list[dict[str, Any]] = [json.loads(line) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder} is not the folder of a run of lockstep train ({error})") from None
-    steps = [r for r in records if r.get("kind") == "train" and r.get("samples_per_s")]
+    steps = [r for r in read_metrics(folder) if r.get("kind") == "train" and r.get("samples_per_s")]
     if len(steps) < 2:
         raise UserError(f"{folder} has fewer than two windows of steps; let it train longer, or log more often")
     setting = setting_for(config, network_of_config(config, spec_without_data(config)), ranks, machine)

@@ -1,14 +1,12 @@
 """Finding results: records (`record.py`) in files and folders; a training run's metrics come with it."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.results.metrics import read_metrics
 from lockstep.results.record import Record, read_record
 
 RUN = "run.json"
-METRICS = "metrics.jsonl"
 
 
 def gather(places: list[Path]) -> list[Record]:
@@ -23,7 +21,7 @@ def gather(places: list[Path]) -> list[Record]:
         for file in found:
             record = read_record(file)
             if record.kind == "train":
-                record.result = {**record.result, "metrics": read_metrics(file.parent / METRICS)}
+                record.result = {**record.result, "metrics": read_metrics(file.parent)}
                 record.title = record.title or file.parent.name
             records.append(record)
     return records
@@ -35,20 +33,3 @@ def is_record(file: Path) -> bool:
         return False
     with file.open("rb") as opened:
         return b'"lockstep_record"' in opened.read(200)
-
-
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """A line that was cut off in the middle (a run that is still going) is left out.
-
-    Where a run was begun again in the same folder, or went on from a checkpoint, what it did again counts.
-    """
-    records: list[dict[str, Any]] = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if records and record.get("step", 0) < records[-1].get("step", 0):
-            records = [earlier for earlier in records if earlier.get("step", 0) < record.get("step", 0)]
-        records.append(record)
-    return records

@@ -6,8 +6,9 @@ own, because it will take those steps again.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +16,11 @@ from typing import Any
 
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.results.metrics import METRICS, step_of
 from lockstep.results.whole import write_whole
 from lockstep.training.sinks import Sink, sinks
 
-METRICS, SET_ASIDE = "metrics.jsonl", "metrics.superseded.jsonl"
+SET_ASIDE = "metrics.superseded.jsonl"
 
 
 def set_aside(folder: Path, after: int) -> bool:
@@ -32,21 +34,6 @@ def set_aside(folder: Path, after: int) -> bool:
         aside.writelines(line if line.endswith("\n") else f"{line}\n" for line in lines if line not in set(kept))
     write_whole(file, "".join(kept))
     return True
-
-
-def step_of(line: str) -> int | None:
-    """Of a whole record; None for a line that a kill has cut off."""
-    try:
-        step = json.loads(line).get("step") if line.endswith("\n") else None
-    except (ValueError, AttributeError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None
-
-
-def records_of(file: Path) -> list[dict[str, Any]]:
-    """Whole ones, in order."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if step_of(line) is not None]
 
 
 class MetricsWriter:
@@ -78,8 +65,17 @@ class MetricsWriter:
         self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")  # JSON knows no NaN
         self._file.flush()
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        for sink in self._sinks:
-            sink.write(kind, step, numbers)
+        for sink in list(self._sinks):
+            self._or_without(sink, f"at step {step}", partial(sink.write, kind, step, numbers))
+
+    def _or_without(self, sink: Sink, when: str, work: Callable[[], None]) -> None:
+        """A disk, a network, somebody else's package: what they cost is the sink, never the run."""
+        try:
+            work()
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            print(f"{type(sink).__name__} ends {when} ({reason}); training goes on", file=sys.stderr)
+            self._sinks.remove(sink)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -88,8 +84,8 @@ class MetricsWriter:
         if self._folder is not None and self._file is not None:
             with writing_to(self._folder):
                 self._file.close()
-                for sink in self._sinks:
-                    sink.close()
+            for sink in list(self._sinks):
+                self._or_without(sink, "unfinished", sink.close)
 
 
 @contextmanager

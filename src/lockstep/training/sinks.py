@@ -1,6 +1,5 @@
 """Where records go besides metrics.jsonl: each place behind the same two methods."""
 
-import os
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -134,7 +133,4 @@ def imported(package: str, key: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise UserError(
-            f'{key} was given, but {package} is not installed: pip install -e ".[{package}]"'
-            + (f" ({os.environ['VIRTUAL_ENV']})" if "VIRTUAL_ENV" in os.environ else "")
-        ) from None
+        raise UserError(f'{key} was given, but {package} is not installed: pip install -e ".[{package}]"') from None

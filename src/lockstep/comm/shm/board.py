@@ -191,7 +191,7 @@ DTYPES = {dtype: number for number, dtype in enumerate(_DTYPES)}
 def _what(title: bytes) -> str:
     _, nbytes, _, _, operation, dtype, _, _ = TITLE.unpack(title)
     kind = _DTYPES[dtype]
-    return f"{_OPERATIONS[operation]} of {nbytes // kind.itemsize} {str(kind).removeprefix('torch.')}"
+    return f"{_OPERATIONS[operation]} of {nbytes // kind.itemsize:,} {str(kind).removeprefix('torch.')}"
 
 
 def _in_words(title: bytes, other: bytes) -> str:
