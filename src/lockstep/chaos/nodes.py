@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 from lockstep.chaos.command import LIMIT, Command, until
+from lockstep.config.cluster import JOINABLE
 from lockstep.launch.link import Node, connect, environment_of, parse_link, torchrun_of
 from lockstep.training.attempt import step_in_progress
 
 LINK = "1gbit"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", JOINABLE: "1"}
 PATIENCE = "last_call_timeout=2,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -28,13 +30,13 @@ def kill_agent(train: list[str], run: Path, step: int) -> tuple[Command, Command
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
     agent += ["--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-id=chaos", f"--rdzv-conf={PATIENCE}"]
     agent += [f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "lockstep", *train]
-    first = Command(agent, OMP_NUM_THREADS="1")
+    first = Command(agent, **ENVIRONMENT)
     until("the first agent", lambda: listens(port))  # the one that the others meet at
-    second = Command(agent, OMP_NUM_THREADS="1")
+    second = Command(agent, **ENVIRONMENT)
     until(f"step {step}", lambda: step_in_progress(run) >= step)
     os.kill(second.process.pid, signal.SIGKILL)
     hit = time.monotonic()
-    return first, Command(agent, OMP_NUM_THREADS="1"), hit
+    return first, Command(agent, **ENVIRONMENT), hit
 
 
 def listens(port: int) -> bool:

@@ -130,9 +130,10 @@ def _play_on_nodes(setting: Setting, fault: Fault, run: Path, step: int, result:
                 result.resumed = _goes_on(run, hit, fault)
                 ended(result, first.wait(LIMIT))
             finally:
+                first.wait(1)
                 third.wait(10)
-            told = first.said(fault.named)
-            result.named, result.output = None if told is None else told - hit, first.output
+                told = first.said(fault.named)
+                result.named, result.output = None if told is None else told - hit, first.output
             return
         hit, told_after, result.output = nodes.partition(train, run, step, setting.folder)
         result.named = max(told_after)

@@ -11,6 +11,8 @@ import yaml
 from lockstep.config.schema import Config
 from lockstep.errors import UserError
 
+JOINABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set, agents of torchrun's tell where the ranks meet in each round, and not in the first alone."""
 WARNING_SECONDS = 120
 """Before the time limit, in which a run saves."""
 
@@ -156,6 +158,7 @@ def torchrun(job: Job) -> str:
             if job.place.nodes > 1
             else "# Run this on the machine.",
             "set -euo pipefail",
+            *("# Else a node that comes later would never be told where the ranks meet.", f"export {JOINABLE}=1"),
             f"exec torchrun --nnodes={place.nodes} --nproc-per-node={job.ranks} --max-restarts={place.max_restarts} \\",
             f"    --rdzv-backend=c10d --rdzv-endpoint={master}:{place.port} --rdzv-id={shlex.quote(place.name)} \\",
             f"    -m lockstep {job.train()}",
@@ -186,7 +189,8 @@ def deepspeed(job: Job) -> str:
 def kubernetes(job: Job) -> str:
     """A PyTorchJob of Kubeflow's: a status of 128 and more is tried again, which is what a pod that is moved leaves."""
     run = (
-        f"torchrun --nnodes={job.place.nodes} --nproc-per-node={job.ranks} --max-restarts={job.place.max_restarts} "
+        f"{JOINABLE}=1 torchrun --nnodes={job.place.nodes} --nproc-per-node={job.ranks} "
+        f"--max-restarts={job.place.max_restarts} "
         f"--rdzv-backend=c10d --rdzv-endpoint=${{MASTER_ADDR}}:{job.place.port} --rdzv-id={job.place.name} "
         f"-m lockstep {job.train()}"
     )

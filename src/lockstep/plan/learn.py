@@ -64,8 +64,6 @@ def layout_of(config: Config, ranks: int) -> Layout:
 
 def setting_for(config: Config, network: Network, ranks: int, machine: Machine) -> Setting:
     software = COMPILED if config.train.compile != "none" else OURS
-    if config.parallel.data == "ddp":  # which sends gradients from buckets beside them
-        software = replace(software, kept=replace(software.kept, gradient=2 * software.kept.gradient))
     if config.train.optimizer == "sgd":
         software = replace(software, kept=replace(software.kept, optimizer=4 if config.train.momentum else 0))
     return Setting(network, layout_of(config, ranks), machine, software, config.train.precision)

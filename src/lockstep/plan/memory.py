@@ -130,7 +130,7 @@ def own_engines(setting: Setting, kinds: dict[str, float], last: bool) -> None:
                 kinds["buffers"] += narrow * network.vocabulary * network.hidden / layout.tp
     if last and network.vocabulary:  # what the last norm gets, in fp32, and what it gives
         kinds["activations"] += (4 + narrow) * layout.tokens(network.context) * network.hidden
-    if (alone or gathers) and layout.micro_batches == 1:
+    if (alone or (gathers and narrow < setting.software.kept.parameter)) and layout.micro_batches == 1:
         kinds["gradients"] = max(0.0, kinds["gradients"] - kinds["activations"] - kinds["logits"])
 
 

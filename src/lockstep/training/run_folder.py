@@ -59,20 +59,22 @@ def choose_folder(world: World, config: Config, run_dir: str | None, resume: str
 
 
 def _attempted(world: World, config: Config, run_dir: str | None) -> RunFolder | None:
-    """The folder of this launch's earlier attempt, if there was one that took a step or came near it."""
+    """The folder of this launch's earlier attempt, if there was one. It failed, or was stopped and has saved: torchrun
+    stops the ranks when a node comes, and starts them anew together with its own.
+    """
     if world.launch is None:
         return None
     runs = [Path(run_dir)] if run_dir else sorted(Path("runs").glob(f"*-{task_of(config)}-*"), reverse=True)
     for run in runs:
         status = read_status(run)
-        if status is None or status.launch != world.launch or status.state != "running":
+        if status is None or status.launch != world.launch or status.state == "done":
             continue
         batch_size = load_config(run / CONFIG).train.batch_size if config.train.batch_per_rank is not None else None
         train = replace(config.train, batch_size=batch_size or config.train.batch_size)
         if _misfit(replace(config, train=train), run):
             continue
         ends = all_ends(run, status)
-        if len(ends) > 1 and ends[-1] == ends[-2]:
+        if status.state == "running" and len(ends) > 1 and ends[-1] == ends[-2]:
             raise UserError(
                 f"two attempts in a row ended in step {ends[-1]}; another would too, so it is not started (go on with "
                 f"--resume {run} when the cause is mended)"
