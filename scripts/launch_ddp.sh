@@ -21,7 +21,6 @@ if ((nodes > 1)) && [[ -z ${MASTER_ADDR:-} || -z ${NODE_RANK:-} ]]; then
     echo "NNODES is $nodes, so MASTER_ADDR (the first machine) and NODE_RANK (0 to $((nodes - 1))) must be set" >&2
     exit 2
 fi
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else a node that comes later is not told where the ranks meet
 exec torchrun --nnodes="$nodes" --node-rank="${NODE_RANK:-0}" --nproc-per-node="$(ranks)" \
     --master-addr="${MASTER_ADDR:-127.0.0.1}" --master-port="${MASTER_PORT:-29500}" \
     --max-restarts="${MAX_RESTARTS:-0}" -m lockstep train "$config" --parallel.data ddp "$@"

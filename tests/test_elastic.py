@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.chaos.nodes import ENVIRONMENT
+from lockstep.chaos.nodes import environment
 from lockstep.training.attempt import read_status, step_in_progress
 from tests.ranks import LONG, free_port
 
@@ -27,8 +27,9 @@ def agent(port: int, run: Path, steps: int) -> "subprocess.Popen[str]":
              str(run), "--timeout", "20")  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", *AGENT, "--rdzv-endpoint", f"127.0.0.1:{port}",
                "-m", "lockstep", *train]  # fmt: skip
-    environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env={**os.environ, **environment()}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def until_step(run: Path, step: int) -> None:
@@ -38,9 +39,11 @@ def until_step(run: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-def ranks_now(run: Path) -> int:
-    status = read_status(run)
-    return len(status.ranks) if status is not None else 0
+def until_ranks(run: Path, ranks: int) -> None:
+    deadline = time.monotonic() + LONG
+    while (status := read_status(run)) is None or len(status.ranks) != ranks:
+        assert time.monotonic() < deadline, f"there never were {ranks} ranks"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -49,22 +52,22 @@ def test_a_lost_node_leaves_the_batch_as_it_was_and_may_come_back(tmp_path: Path
     node comes back, both go on together.
     """
     run, port = tmp_path / "run", free_port()
-    first = agent(port, run, 2000)
-    time.sleep(1)  # it hosts the rendezvous
-    second = agent(port, run, 2000)
-    until_step(run, 45)
-    second.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + LONG
-    while ranks_now(run) != 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    until_step(run, 60)
-    third = agent(port, run, 2000)
-    while ranks_now(run) != 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert ranks_now(run) == 2
-    outputs = [one.communicate(timeout=LONG)[0] for one in (first, third)]
-    second.wait()
-    assert [first.returncode, third.returncode] == [0, 0], outputs
+    agents = [agent(port, run, 2000)]
+    try:
+        time.sleep(1)  # it hosts the rendezvous
+        agents.append(agent(port, run, 2000))
+        until_step(run, 45)
+        agents[1].send_signal(signal.SIGKILL)
+        until_ranks(run, 1)
+        until_step(run, 60)
+        agents.append(agent(port, run, 2000))
+        until_ranks(run, 2)
+        outputs = [one.communicate(timeout=LONG)[0] for one in (agents[0], agents[2])]
+    finally:
+        for one in agents:
+            one.kill()
+            one.wait()
+    assert [agents[0].returncode, agents[2].returncode] == [0, 0], outputs
     assert "global batch 128 = 64 per rank x 2 ranks" in outputs[0]
     assert "global batch 128 = 128 per rank x 1 rank" in outputs[0]
     assert "saved by 2 ranks" in outputs[0]

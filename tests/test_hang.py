@@ -21,6 +21,7 @@ from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.launch.calls import Call, last_of_each
 from lockstep.launch.situation import Situation, report, verdict
+from lockstep.launch.watch import key
 from lockstep.layout.world import World
 from lockstep.training.attempt import Status, read_status, step_in_progress
 from tests.ranks import LONG
@@ -114,6 +115,9 @@ def test_what_the_flight_recorder_of_nccl_says() -> None:
     assert collective == Call("world", (2, 5), 2, "all_reduce of 21 float32", False)
     assert message == Call("world", (2, 5), 0, "recv from rank 5 of 4 float32", False, 5)
     assert last_of_each(entries[:3], {"0": (2, 5)})[1].over
+    again = last_of_each([entry("nccl:recv 0<-1", 2, [4], is_p2p=True, record_id=9)], {"0": (2, 5)})[0]
+    assert again == message
+    assert key(again) != key(message)  # the next of its kind: what waits is not always the same one
     assert last_of_each(entries[:1], {})[0].what == "all_gather_into_tensor of 5 float32"
 
 

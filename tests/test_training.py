@@ -328,7 +328,7 @@ def test_a_disk_that_fills_up_costs_the_records_and_not_the_run(
 
     with MetricsWriter(tmp_path) as metrics:
         metrics.write("train", 1, {"loss": 1.0})
-        monkeypatch.setattr(metrics, "_write", full)
+        monkeypatch.setattr(metrics, "_append", full)
         for step in (2, 3):
             metrics.write("train", step, {"loss": 1.0})
     assert capsys.readouterr().err.count("metrics end at step 2 (No space left on device)") == 1

@@ -5,15 +5,16 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.chaos.command import LIMIT, Command, until
 from lockstep.config.cluster import JOINABLE
-from lockstep.launch.link import Node, connect, environment_of, parse_link, torchrun_of
+from lockstep.launch.link import Node, check_possible, connect, environment_of, parse_link, torchrun_of
 from lockstep.training.attempt import step_in_progress
 
 LINK = "1gbit"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", JOINABLE: "1"}
 PATIENCE = "last_call_timeout=2,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -23,20 +24,32 @@ def training(config: Path, run: Path, timeout: float) -> list[str]:
     return [*words, "--timeout", f"{timeout:g}"]
 
 
-def kill_agent(train: list[str], run: Path, step: int) -> tuple[Command, Command, float]:
-    """kill -9 of the second node's agent; a new node takes its place. The first agent, the new one, and the moment."""
+@contextmanager
+def kill_agent(train: list[str], run: Path, step: int, folder: Path) -> Iterator[tuple[Command, float]]:
+    """kill -9 of the second node's agent; a new node takes its place. The first agent, and the moment."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
     agent += ["--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-id=chaos", f"--rdzv-conf={PATIENCE}"]
-    agent += [f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "lockstep", *train]
-    first = Command(agent, **ENVIRONMENT)
-    until("the first agent", lambda: listens(port))  # the one that the others meet at
-    second = Command(agent, **ENVIRONMENT)
-    until(f"step {step}", lambda: step_in_progress(run) >= step)
-    os.kill(second.process.pid, signal.SIGKILL)
-    hit = time.monotonic()
-    return first, Command(agent, **ENVIRONMENT), hit
+    agent += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--log-dir={folder}", "-m", "lockstep", *train]
+    agents: list[Command] = []
+    try:
+        agents.append(Command(agent, **environment()))
+        until("the first agent", lambda: listens(port))  # the one that the others meet at
+        agents.append(Command(agent, **environment()))
+        until(f"step {step}", lambda: step_in_progress(run) >= step)
+        os.kill(agents[1].process.pid, signal.SIGKILL)
+        hit = time.monotonic()
+        agents.append(Command(agent, **environment()))
+        yield agents[0], hit
+    finally:
+        for one in agents:
+            one.wait(10 if sys.exc_info()[0] is None else 0)
+
+
+def environment() -> dict[str, str]:
+    """As many threads as ranks of a launcher have, or sums would be made in another order."""
+    return {"OMP_NUM_THREADS": environment_of(2)["OMP_NUM_THREADS"], JOINABLE: "1"}
 
 
 def listens(port: int) -> bool:
@@ -48,8 +61,10 @@ class Network:
     """Two nodes, joined by a link."""
 
     def __init__(self, train: list[str], folder: Path) -> None:
-        self.nodes = [Node(n, torchrun_of(n, 1, str(folder), train), environment_of(2), quiet=True) for n in range(2)]
+        self.nodes: list[Node] = []
         try:
+            for n in range(2):
+                self.nodes.append(Node(n, torchrun_of(n, 1, str(folder), train), environment_of(2), quiet=True))
             connect(self.nodes, parse_link(LINK))
             for node in self.nodes:
                 node.go()
@@ -74,6 +89,19 @@ class Network:
 
     def end(self) -> None:
         for node in self.nodes:
+            node.end()
+
+
+def check_partition() -> None:
+    """Whether this machine lets us join two networks, which only a try can tell."""
+    check_possible(parse_link(LINK))
+    nodes: list[Node] = []
+    try:
+        for number in range(2):
+            nodes.append(Node(number, ["true"], {}, quiet=True))
+        connect(nodes, parse_link(LINK))
+    finally:
+        for node in nodes:
             node.end()
 
 

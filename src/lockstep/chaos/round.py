@@ -125,15 +125,13 @@ def _play_on_nodes(setting: Setting, fault: Fault, run: Path, step: int, result:
     train = nodes.training(setting.config, run, setting.timeout)
     try:
         if fault.name == "kill-agent":
-            first, third, hit = nodes.kill_agent(train, run, step)
-            try:
-                result.resumed = _goes_on(run, hit, fault)
-                ended(result, first.wait(LIMIT))
-            finally:
-                first.wait(1)
-                third.wait(10)
-                told = first.said(fault.named)
-                result.named, result.output = None if told is None else told - hit, first.output
+            with nodes.kill_agent(train, run, step, setting.folder) as (first, hit):
+                try:
+                    result.resumed = _goes_on(run, hit, fault)
+                    ended(result, first.wait(LIMIT))
+                finally:
+                    told = first.said(fault.named)
+                    result.named, result.output = None if told is None else told - hit, first.output
             return
         hit, told_after, result.output = nodes.partition(train, run, step, setting.folder)
         result.named = max(told_after)
@@ -144,8 +142,8 @@ def _play_on_nodes(setting: Setting, fault: Fault, run: Path, step: int, result:
             result.output += "\n".join(again.output())
         finally:
             again.end()
-    except TimeoutError as late:
-        result.problem = str(late)
+    except (TimeoutError, UserError) as problem:
+        result.problem = str(problem)
 
 
 def ended(result: Round, status: int | None) -> None:
@@ -238,9 +236,10 @@ def _fresh(run: Path, hit: float) -> bool:
 def traces(setting: Setting) -> set[str]:
     """What runs leave behind where they are not careful."""
     found = {f"/dev/shm/{f.name}" for f in Path("/dev/shm").glob("*") if f.name.startswith(("lockstep-", "sem.mp-"))}
-    found |= {str(f) for f in Path(tempfile.gettempdir()).glob("lockstep-[0-9]*")}
+    for pattern in ("lockstep-[0-9]*", "torchelastic_*"):
+        found |= {str(f) for f in Path(tempfile.gettempdir()).glob(pattern)}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if any(str(setting.folder) in word or "multiprocessing.spawn" in word for word in words[1:]):
+        if any(f"{setting.folder}{os.sep}" in word or "multiprocessing.spawn" in word for word in words[1:]):
             found.add(f"process {process.pid}")
     return found

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lockstep.chaos.faults import ALL, BY_NAME, FIRST_RANK, Fault
-from lockstep.chaos.nodes import LINK
+from lockstep.chaos.nodes import check_partition
 from lockstep.chaos.round import Round, Setting, play, undisturbed
 from lockstep.cli.flags import config_from
 from lockstep.cli.parsing import check_output, parse
@@ -19,7 +19,6 @@ from lockstep.cli.tables import console, new_table
 from lockstep.config import save_config
 from lockstep.errors import UserError
 from lockstep.launch import adopt_environment
-from lockstep.launch.link import check_possible, parse_link
 from lockstep.results.record import Record
 
 NAMED, RESUMED = 2.0, 15.0
@@ -76,7 +75,7 @@ def main(argv: list[str]) -> int:
         check_output("--json", arguments.json)
     place = nullcontext(arguments.keep) if arguments.keep else tempfile.TemporaryDirectory(prefix="chaos-")
     with place as folder:
-        home = Path(folder)
+        home = Path(folder).resolve()
         home.mkdir(parents=True, exist_ok=True)
         file = home / "config.yaml"
         save_config(config, file)
@@ -99,10 +98,10 @@ def chosen(arguments: ChaosArguments) -> list[Fault]:
             raise UserError(f"{flag} is {value}, but it must be {least} or more")
     if "all" not in arguments.faults:
         if "partition" in arguments.faults:
-            check_possible(parse_link(LINK))
+            check_partition()
         return [BY_NAME[name] for name in arguments.faults]
     try:
-        check_possible(parse_link(LINK))
+        check_partition()
     except UserError as impossible:
         print(f"without partition: {impossible}")
         return [fault for fault in ALL if fault.name != "partition"]

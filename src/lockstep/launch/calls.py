@@ -7,7 +7,7 @@ import json
 import os
 import re
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -32,6 +32,8 @@ class Call:
     over: bool
     waits_for: int | None = None
     """The rank, where this one knows it."""
+    record: int = field(default=0, compare=False)
+    """Which call of this rank's it is, where `number` does not say it: messages of one kind follow each other."""
 
     def ended(self) -> "Call":
         return replace(self, over=True, waits_for=None)
@@ -111,7 +113,8 @@ def told_by(entry: dict[str, Any], ranks: tuple[int, ...], is_message: bool) -> 
     what = f"{operation} of {elements(entry['input_sizes'], entry['input_dtypes'])}"
     over = bool(entry.get("retired")) or entry.get("state") == "completed"
     number = 0 if is_message else int(entry["collective_seq_id"])
-    return Call(called(entry["process_group"][1]), ranks, number, what, over, None if over else waits_for)
+    group, record = called(entry["process_group"][1]), int(entry.get("record_id", 0))
+    return Call(group, ranks, number, what, over, None if over else waits_for, record if is_message else 0)
 
 
 def groups_by_name() -> dict[str, tuple[int, ...]]:

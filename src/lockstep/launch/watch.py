@@ -53,7 +53,7 @@ class Watch:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = self._connect()
         self._seen = self._token()
-        self._since: dict[tuple[str, tuple[int, ...], int, str], float] = {}
+        self._since: dict[tuple[str, tuple[int, ...], int, str, int], float] = {}
         """Since when we know of a call that has not ended, by a clock that nobody sets."""
         self._hanging, self._asked, self._over = threading.Event(), threading.Event(), threading.Event()
         self._heard = threading.Event()
@@ -220,8 +220,8 @@ def ask_from_outside(address: str, size: int) -> str:
     return report(found, {rank: state_of(*process) for rank, process in silent.items()})
 
 
-def key(call: Call) -> tuple[str, tuple[int, ...], int, str]:
-    return call.group, call.ranks, call.number, call.what
+def key(call: Call) -> tuple[str, tuple[int, ...], int, str, int]:
+    return call.group, call.ranks, call.number, call.what, call.record
 
 
 def end_with(said: str | None) -> None:

@@ -23,10 +23,11 @@ from lockstep.config import GPT
 from lockstep.data import DataSpec
 from lockstep.layout.world import World
 from lockstep.models import build_model
-from lockstep.plan.constants import fitted
+from lockstep.plan.constants import Constants, fitted
 from lockstep.plan.describe import network_of_gpt
 from lockstep.plan.kernels import attention_seconds, product_seconds
 from lockstep.plan.layout import Layout
+from lockstep.plan.links import inside_share
 from lockstep.plan.machine import Link, Machine, kinds, machine_of
 from lockstep.plan.network import Attention
 from lockstep.plan.software import OURS
@@ -115,7 +116,8 @@ def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple
     if world.size > 1:
         told("links")
         sweep = Sweep((4096, 262144, 4 * 2**20, 32 * 2**20), 15, 2, False)
-        measured = bench_comm(world, [*ROUND, "send_recv"], [world.backend], ["native"], sweep)
+        names = [name for name in ROUND if (name, world.backend) != ("reduce_scatter", "gloo")]  # an all-reduce there
+        measured = bench_comm(world, [*names, "send_recv"], [world.backend], ["native"], sweep)
         links = {(row.collective, row.nbytes): usual(row.slowest) for row in measured}
     return all_gather_objects(mine), links
 
@@ -134,7 +136,7 @@ def training_step() -> Callable[[], None]:
     return step
 
 
-def step_factor(seconds: list[float], machine: Machine) -> float:
+def compute_factor(seconds: list[float], machine: Machine) -> float:
     """What SMALL takes, over what the formulas say of it."""
     plain = replace(OURS, kept=replace(OURS.kept, optimizer=0))
     layout = Layout(micro_batch=SAMPLES, global_batch=SAMPLES)
@@ -183,12 +185,12 @@ def machine_from(everyone: list[Measured], links: Links, ranks_on_device: int = 
     rate = f"flash_{base.architecture}" if base.is_gpu else "scores_products"
     factors[rate if rate in constants.values else "flash_other"] = geometric(ratios)
     if links:
-        base = replace(base, inside=link_from(links, len(everyone), constants["inside"]))
+        base = replace(base, inside=link_from(links, len(everyone), base, constants))
     sources = {**base.sources, "measured": "lockstep calibrate, on this machine"}
     found = replace(base, factors={name: round(value, 4) for name, value in factors.items()}, sources=sources)
     if all(one.step for one in everyone):
-        step = step_factor([one.step for one in everyone], found)
-        found = replace(found, factors={**found.factors, "step": round(step, 4)})
+        compute = compute_factor([one.step for one in everyone], found)
+        found = replace(found, factors={**found.factors, "compute": round(compute, 4)})
     return found
 
 
@@ -202,12 +204,14 @@ def geometric(values: list[float]) -> float:
     return exp(mean(log(value) for value in values))
 
 
-def link_from(links: Links, ranks: int, share: float) -> Link:
+def link_from(links: Links, ranks: int, machine: Machine, constants: Constants) -> Link:
     """Rate from the largest message, latency from the smallest, as `collective_seconds` will use them."""
     sizes = sorted({nbytes for _, nbytes in links})
     once = sizes[-1] * (ranks - 1) / ranks
-    rate = geometric([times * once / links[name, sizes[-1]] for name, times in ROUND.items()]) / share
-    hop = links["all_gather", sizes[0]] / max(1, ranks - 1) / fitted()["latency"]
+    seconds = {name: links[name, sizes[-1]] for name in ROUND if (name, sizes[-1]) in links}
+    reached = geometric([ROUND[name] * once / spent for name, spent in seconds.items()])
+    rate = reached / inside_share(ranks, replace(machine, inside=Link(reached / 1e9, 0.0)), constants)
+    hop = links["all_gather", sizes[0]] / max(1, ranks - 1) / constants["latency"]
     message = sizes[-1] / links["send_recv", sizes[-1]]
     return Link(round(rate / 1e9, 4), round(1e6 * hop, 2), round(message / 1e9, 4))
 

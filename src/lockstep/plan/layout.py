@@ -84,12 +84,12 @@ def stages_of(network: Network, layout: Layout, how: Stages = "layers") -> list[
     if how == "ends":
         whole = (layers + 2) / p
         return [whole - 1] + [whole] * (p - 2) + [whole - 1]
-    parts = p * layout.chunks
-    if how == "costs" and parts <= layers:
-        placement = placement_of(layout.schedule, p, layout.chunks)
-        counts = layers_by_cost(network, parts)
+    placement = placement_of(layout.schedule, p, layout.chunks)
+    if how == "costs" and placement.parts <= layers:
+        counts = layers_by_cost(network, placement.parts)
         mine = [[placement.part(rank, chunk) for chunk in range(placement.chunks)] for rank in range(p)]
         return [float(sum(counts[part] for part in ranks_parts)) for ranks_parts in mine]
+    parts = p * layout.chunks
     low, extra = divmod(layers, parts)
     counts = [low + (1 if part < extra else 0) for part in range(parts)]
     return [float(sum(counts[rank::p])) for rank in range(p)]

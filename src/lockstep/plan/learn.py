@@ -54,7 +54,7 @@ def layout_of(config: Config, ranks: int) -> Layout:
         zero=STAGES.get(parallel.data, 0),
         shard=degrees.shard if degrees.replicate > 1 and degrees.shard > 1 else 0,
         schedule=parallel.schedule if parallel.pp > 1 else "1f1b",
-        chunks=parallel.chunks,
+        chunks=2 if parallel.pp > 1 and parallel.schedule == "zb-v" else parallel.chunks,
         micro_batch=max(1, train.batch_size // (dp * micro_batches)),
         global_batch=train.batch_size,
         recompute=recompute,

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.plan.learn import STAGES, setting_for
+from lockstep.plan.learn import STAGES, layout_of, setting_for
 from lockstep.plan.machine import machine_of
 from lockstep.plan.memory import GIB, memory_of
 from lockstep.plan.trace import network_of_config, spec_without_data
+from lockstep.strategies import degrees_of
 
 ENGINES = ("zero1", "zero2", "zero3")
 
@@ -16,13 +17,20 @@ ENGINES = ("zero1", "zero2", "zero3")
 def changes(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
     """Flags, and the config with them."""
     train, parallel = config.train, config.parallel
-    if train.batch_size >= 2 * ranks * train.accumulation:
+    degrees = degrees_of(parallel, ranks)
+    each = train.batch_size // (degrees.replicate * degrees.shard)
+    if parallel.pp > 1:
+        more = 2 * layout_of(config, ranks).micro_batches
+        if each >= more:
+            yield f"--parallel.micro-batches {more}", replace(config, parallel=replace(parallel, micro_batches=more))
+    elif each >= 2 * train.accumulation:
         twice = 2 * train.accumulation
         yield f"--train.accumulation {twice}", replace(config, train=replace(train, accumulation=twice))
     if train.recompute != "full":
         yield "--train.recompute full", replace(config, train=replace(train, recompute="full"))
     stage = STAGES.get(parallel.data, 0)
-    for engine in ENGINES[stage:] if ranks > 1 and parallel.data not in ("single", "deepspeed") else ():
+    shared = degrees.replicate * degrees.shard > 1 and parallel.data not in ("single", "deepspeed")
+    for engine in ENGINES[stage:] if shared else ():
         yield f"--parallel.data {engine}", replace(config, parallel=replace(parallel, data=engine))
 
 
@@ -36,7 +44,8 @@ def smaller(config: Config, ranks: int, on_gpu: bool) -> str | None:
 
     try:
         now = held(config)
-        each = [f"{flags}: {held(changed):.2f}" for flags, changed in changes(config, ranks)]
+        found = [(flags, held(changed)) for flags, changed in changes(config, ranks)]
     except UserError:
         return None
-    return f"by the planner's formulas a rank holds {now:.2f} GiB at its peak; with {', '.join(each)}" if each else None
+    less = ", ".join(f"{flags}: {gib:.2f}" for flags, gib in found if gib < now)
+    return f"by the planner's formulas a rank holds {now:.2f} GiB at its peak; with {less}" if less else None

@@ -123,8 +123,8 @@ class Clock:
         terms["tensor"] = self.tensor(block)
         if block.is_routed:
             terms["experts"] = self.experts(block)
-        work = s.network.work
-        return {name: seconds * work for name, seconds in terms.items()}
+        work, compute = s.network.work, s.machine.factors.get("compute", 1.0)
+        return {name: seconds * work * (1.0 if name in SENT else compute) for name, seconds in terms.items()}
 
     def products(self, block: Block) -> float:
         s, tp, layout = self.s, self.s.layout.tp, self.s.layout
@@ -182,7 +182,8 @@ class Clock:
         if "attention" in forward:
             by = 2.0 if self.s.software.attention == "matrix" else c["flash_backward"]
             terms["attention"] = by * forward["attention"]
-        ring = 3.0 if self.s.software.own_engines else 2.0  # keys and values, and their gradients: ours in fp32
+        wide = max(1.0, 4 / self.s.element)  # keys and values, and their gradients: ours in fp32
+        ring = 1 + wide if self.s.software.own_engines else 2.0
         for name in ("tensor", "context", "experts"):
             terms[name] = (ring if name == "context" else 1.0) * forward.get(name, 0.0)
         share = SHARE[layout.recompute]
@@ -250,7 +251,7 @@ class Clock:
         passes = OWN_LOSS if own else self.c["loss_passes"]
         loss = moving_seconds(self.tokens * n * passes * FORWARD, s.machine, self.c, 4)
         extra = s.network.extra_layers * sum(self.layers[0].values())
-        return product + loss + extra
+        return (product + loss) * s.machine.factors.get("compute", 1.0) + extra
 
     @cached_property
     def stages(self) -> tuple[list[float], list[float], list[float]]:
@@ -305,6 +306,7 @@ class Clock:
         if layout.offload:
             rate = min(rate, HOST_LINK)
         optimizer = update / rate + (0.0 if not s.machine.is_gpu else 1e-3)
+        optimizer *= s.machine.factors.get("compute", 1.0)
         if software.frozen:
             return {"gradients": 0.0, "optimizer": 0.0}
         if layout.zero >= 3:
@@ -330,7 +332,7 @@ class Clock:
             returned = max(returned * c["gradients_least"], returned - c["gradients_hidden"] * forward * passes)
         if software.own_engines and layout.pp > 1 and s.network.tied:  # the head's, with the embedding's
             tied = s.network.vocabulary * s.network.hidden / layout.tp * software.gradient_bytes
-            sent += collective_seconds(tied, 2, layout.ranks // 2, s.machine, c, REDUCE)
+            sent += 2 * message_seconds(tied, layout.ranks // 2, s.machine, c)  # there, and the sum back
         return {"gradients": sent + returned, "optimizer": optimizer}
 
     def behind(self, traffic: float, busy: float) -> float:

@@ -51,22 +51,21 @@ class MetricsWriter:
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """A disk that fills up in the middle of a run costs the records, not the run."""
-        if self._folder is None:
-            return
         try:
-            self._write(kind, step, values)
+            self._append(kind, step, values)
         except OSError as error:
             print(f"{self._folder}: metrics end at step {step} ({error.strerror}); training goes on", file=sys.stderr)
-            self._folder = None
-
-    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        assert self._file is not None
-        finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")  # JSON knows no NaN
-        self._file.flush()
+            self._file = None
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         for sink in list(self._sinks):
             self._or_without(sink, f"at step {step}", partial(sink.write, kind, step, numbers))
+
+    def _append(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")  # JSON knows no NaN
+        self._file.flush()
 
     def _or_without(self, sink: Sink, when: str, work: Callable[[], None]) -> None:
         """A disk, a network, somebody else's package: what they cost is the sink, never the run."""
@@ -84,8 +83,8 @@ class MetricsWriter:
         if self._folder is not None and self._file is not None:
             with writing_to(self._folder):
                 self._file.close()
-            for sink in list(self._sinks):
-                self._or_without(sink, "unfinished", sink.close)
+        for sink in list(self._sinks):
+            self._or_without(sink, "unfinished", sink.close)
 
 
 @contextmanager
