@@ -13,7 +13,7 @@ from lockstep.cli.parsing import check_output, parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
-from lockstep.plan.calibrate import SAMPLES, SMALL, Links, Measured, machine_from, measure
+from lockstep.plan.calibrate import Links, Measured, machine_from, measure
 from lockstep.plan.machine import HERE, Machine
 from lockstep.words import counted, duration
 
@@ -66,8 +66,6 @@ def show(machine: Machine, everyone: list[Measured], links: Links, out: str) -> 
         shape = f"attention {batch} x {heads} x {context} x {dim}"
         table.add_row(shape, duration(seconds), f"{rate:.3g} TFLOP/s", "causal")
     table.add_row("memory, read and written", "-", f"{first.memory / 1e9:.3g} GB/s", "")
-    if first.step:
-        table.add_row(f"a training step of {SAMPLES} x {SMALL.context} tokens", duration(first.step), "-", "")
     for (name, nbytes), seconds in links.items():
         table.add_row(f"{name} of {nbytes:,} B", duration(seconds), f"{nbytes / seconds / 1e9:.3g} GB/s", "")
     screen.print(table)

@@ -19,25 +19,17 @@ from lockstep.bench.comm import bench_comm
 from lockstep.bench.trial import Sweep
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.hosts import hosts_meet
-from lockstep.config import GPT
-from lockstep.data import DataSpec
 from lockstep.layout.world import World
-from lockstep.models import build_model
 from lockstep.plan.constants import Constants, fitted
-from lockstep.plan.describe import network_of_gpt
 from lockstep.plan.kernels import attention_seconds, product_seconds
-from lockstep.plan.layout import Layout
 from lockstep.plan.links import inside_share
 from lockstep.plan.machine import Link, Machine, kinds, machine_of
 from lockstep.plan.network import Attention
-from lockstep.plan.software import OURS
-from lockstep.plan.step import Setting, step_time
 
 SHAPES = ((512, 512, 2048), (1024, 1024, 1024), (2048, 768, 3072), (2048, 2048, 2048), (4096, 1024, 4096))
 """(m, k, n) on a CPU; on a GPU each eight times as long."""
 ON_GPU, ON_CPU = ((8, 12, 1024, 64), (2, 16, 2048, 128)), ((4, 4, 256, 32), (2, 8, 512, 64))
 """Attention: batch, heads, context, dim."""
-SMALL, SAMPLES = GPT(d_model=512, layers=2, heads=8, context=64, vocabulary=256), 8
 TRIES = 5
 ROUND = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """Collectives of which a link's rate is taken, and how often each sends the bytes round."""
@@ -58,8 +50,6 @@ class Measured:
     cores: int
     memory_bytes: int
     name: str
-    step: float = 0.0
-    """Seconds of a step of SMALL, on a CPU: what its many small operations take beyond products and bytes."""
 
 
 def timed(world: World, work: Callable[[], Any]) -> float:
@@ -109,9 +99,6 @@ def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple
     seconds = timed(world, lambda: target.copy_(source))
     total, name = memory_and_name(world)
     mine = Measured(products, attention, 2 * source.nbytes / seconds, torch.get_num_threads(), total, name)
-    if not on_gpu:
-        told("a training step")
-        mine.step = timed(world, training_step())
     links: Links = {}
     if world.size > 1:
         told("links")
@@ -120,28 +107,6 @@ def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple
         measured = bench_comm(world, [*names, "send_recv"], [world.backend], ["native"], sweep)
         links = {(row.collective, row.nbytes): usual(row.slowest) for row in measured}
     return all_gather_objects(mine), links
-
-
-def training_step() -> Callable[[], None]:
-    """One of SMALL, as a loop of one's own takes it."""
-    model = build_model(SMALL, DataSpec("tokens", (SMALL.context,), 256), seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    tokens, targets = torch.randint(256, (2, SAMPLES, SMALL.context))
-
-    def step() -> None:
-        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def compute_factor(seconds: list[float], machine: Machine) -> float:
-    """What SMALL takes, over what the formulas say of it."""
-    plain = replace(OURS, kept=replace(OURS.kept, optimizer=0))
-    layout = Layout(micro_batch=SAMPLES, global_batch=SAMPLES)
-    said = step_time(Setting(network_of_gpt(SMALL), layout, machine, plain, "fp32")).seconds
-    return geometric([one / said for one in seconds])
 
 
 def memory_and_name(world: World) -> tuple[int, str]:
@@ -187,11 +152,7 @@ def machine_from(everyone: list[Measured], links: Links, ranks_on_device: int = 
     if links:
         base = replace(base, inside=link_from(links, len(everyone), base, constants))
     sources = {**base.sources, "measured": "lockstep calibrate, on this machine"}
-    found = replace(base, factors={name: round(value, 4) for name, value in factors.items()}, sources=sources)
-    if all(one.step for one in everyone):
-        compute = compute_factor([one.step for one in everyone], found)
-        found = replace(found, factors={**found.factors, "compute": round(compute, 4)})
-    return found
+    return replace(base, factors={name: round(value, 4) for name, value in factors.items()}, sources=sources)
 
 
 def usual(seconds: list[float]) -> float:

@@ -46,8 +46,8 @@ class Machine:
     """Of the clock that the peak is stated at, under load: a power limit."""
     sources: dict[str, str] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=dict)
-    """Measured here (`calibrate`, `plan learn`): what is to be multiplied with a constant of that name; `compute`: with
-    the time of all computation; `step`: with that of the whole step.
+    """Measured here (`calibrate`, `plan learn`): what is to be multiplied with a constant of that name, or with the time
+    of the whole `step`.
     """
     name: str = ""
 
@@ -155,7 +155,7 @@ def check_factors(factors: Any, where: str) -> None:
     if not isinstance(factors, dict):
         raise UserError(f"{where}: factors must be names of constants with numbers")
     for name, value in factors.items():
-        if name not in ("step", "compute") and name not in fitted().values:
+        if name != "step" and name not in fitted().values:
             raise UserError(f"{where}: factors has {name}, which is no constant of the planner's (plan/constants.yaml)")
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
             raise UserError(f"{where}: the factor {name} is {value!r}, but it must be a number above 0")

@@ -123,8 +123,8 @@ class Clock:
         terms["tensor"] = self.tensor(block)
         if block.is_routed:
             terms["experts"] = self.experts(block)
-        work, compute = s.network.work, s.machine.factors.get("compute", 1.0)
-        return {name: seconds * work * (1.0 if name in SENT else compute) for name, seconds in terms.items()}
+        work = s.network.work
+        return {name: seconds * work for name, seconds in terms.items()}
 
     def products(self, block: Block) -> float:
         s, tp, layout = self.s, self.s.layout.tp, self.s.layout
@@ -251,7 +251,7 @@ class Clock:
         passes = OWN_LOSS if own else self.c["loss_passes"]
         loss = moving_seconds(self.tokens * n * passes * FORWARD, s.machine, self.c, 4)
         extra = s.network.extra_layers * sum(self.layers[0].values())
-        return (product + loss) * s.machine.factors.get("compute", 1.0) + extra
+        return product + loss + extra
 
     @cached_property
     def stages(self) -> tuple[list[float], list[float], list[float]]:
@@ -306,7 +306,6 @@ class Clock:
         if layout.offload:
             rate = min(rate, HOST_LINK)
         optimizer = update / rate + (0.0 if not s.machine.is_gpu else 1e-3)
-        optimizer *= s.machine.factors.get("compute", 1.0)
         if software.frozen:
             return {"gradients": 0.0, "optimizer": 0.0}
         if layout.zero >= 3:
