@@ -46,8 +46,8 @@ class Machine:
     """Of the clock that the peak is stated at, under load: a power limit."""
     sources: dict[str, str] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=dict)
-    """Measured here (`calibrate`, `plan learn`): what is to be multiplied with a constant of that name, or with the time
-    of the whole `step`.
+    """Measured here (`calibrate`, `plan learn`): what is to be multiplied with the constant of that name, or with the
+    time of the whole `step`.
     """
     name: str = ""
 
