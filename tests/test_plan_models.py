@@ -1,18 +1,20 @@
 """What the planner knows of a model: counted as it is built, read from strangers' files, traced."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lockstep.config import CNN, GPT, MLP, Config, ResNet
+from lockstep.config import CNN, GPT, MLP, Config, Parallel, ResNet, Train
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.models import build_model, forward_flops, parameter_count
 from lockstep.plan.describe import network_of_gpt, network_of_hf
 from lockstep.plan.known import KNOWN
+from lockstep.plan.smaller import smaller
 from lockstep.plan.trace import network_of_config, traced
 
 
@@ -117,3 +119,27 @@ def raises() -> torch.nn.Module:
 def test_a_module_that_cannot_be_built_is_one_line(build: Any) -> None:
     with pytest.raises(UserError):
         traced(build, (2,), "mine", None)
+
+
+# ---- what would hold less --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parallel", "offered"),
+    [
+        (Parallel(data="ddp"), ["--train.accumulation 2", "--train.recompute full", "zero1", "zero2", "zero3"]),
+        (Parallel(data="zero1", pp=2, schedule="zb-v"), ["--parallel.micro-batches 8", "--train.recompute full"]),
+        (Parallel(data="bucketed", tp=4), ["--train.accumulation 2", "--train.recompute full"]),
+    ],
+    ids=["ddp", "zero1,pp=2:zb-v", "tp=4"],
+)
+def test_what_is_offered_to_a_run_without_memory_holds_less(parallel: Parallel, offered: list[str]) -> None:
+    train = Train(batch_size=64, optimizer="adamw", precision="bf16")
+    config = Config(model=GPT(size="small", context=1024, vocabulary=50304), train=train, parallel=parallel)
+    line = smaller(config, 4, on_gpu=True)
+    assert line is not None
+    now, *changed = (float(number) for number in re.findall(r"(?:holds|:) (\d+\.\d\d)", line))
+    assert changed
+    assert all(gib < now for gib in changed), line
+    assert all(flag in line for flag in offered), line
+    assert ("zero" in line) == (parallel.tp == 1)
