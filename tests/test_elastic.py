@@ -21,10 +21,10 @@ AGENT = (
 )
 
 
-def agent(port: int, run: Path, steps: int) -> "subprocess.Popen[str]":
+def agent(port: int, run: Path, steps: int, saving: tuple[str, ...]) -> "subprocess.Popen[str]":
     train = ("train", "configs/digits_cnn.yaml", "--train.steps", str(steps), "--train.batch-per-rank", "64",
-             "--train.evaluate-every", "0", "--train.log-every", "20", "--checkpoint.every", "20", "--run-dir",
-             str(run), "--timeout", "20")  # fmt: skip
+             "--train.evaluate-every", "0", "--train.log-every", "20", *saving, "--run-dir", str(run), "--timeout",
+             "20")  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", *AGENT, "--rdzv-endpoint", f"127.0.0.1:{port}",
                "-m", "lockstep", *train]  # fmt: skip
     return subprocess.Popen(
@@ -47,20 +47,29 @@ def until_ranks(run: Path, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_node_leaves_the_batch_as_it_was_and_may_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saving", "place"),
+    [
+        pytest.param(("--checkpoint.every", "20"), "checkpoints", id="disk"),
+        pytest.param(("--checkpoint.in-memory", "20"), "/dev/shm/lockstep-", id="memory"),
+    ],
+)
+def test_a_lost_node_leaves_the_batch_as_it_was_and_may_come_back(
+    tmp_path: Path, saving: tuple[str, ...], place: str
+) -> None:
     """The agent that is killed takes its rank with it; the other goes on alone, with the same global batch; and when a
-    node comes back, both go on together.
+    node comes back, both go on together: from the disk, or from what the survivor holds of both in its memory.
     """
     run, port = tmp_path / "run", free_port()
-    agents = [agent(port, run, 2000)]
+    agents = [agent(port, run, 2000, saving)]
     try:
         time.sleep(1)  # it hosts the rendezvous
-        agents.append(agent(port, run, 2000))
+        agents.append(agent(port, run, 2000, saving))
         until_step(run, 45)
         agents[1].send_signal(signal.SIGKILL)
         until_ranks(run, 1)
         until_step(run, 60)
-        agents.append(agent(port, run, 2000))
+        agents.append(agent(port, run, 2000, saving))
         until_ranks(run, 2)
         outputs = [one.communicate(timeout=LONG)[0] for one in (agents[0], agents[2])]
     finally:
@@ -72,6 +81,10 @@ def test_a_lost_node_leaves_the_batch_as_it_was_and_may_come_back(tmp_path: Path
     assert "global batch 128 = 128 per rank x 1 rank" in outputs[0]
     assert "saved by 2 ranks" in outputs[0]
     assert "saved by 1 rank" in outputs[0], outputs[0]
+    resumed = [line for line in outputs[0].splitlines() if "resumed at step" in line]
+    assert len(resumed) == 2
+    assert place in resumed[0]  # the second time torchrun ends the ranks by SIGTERM, which saves to the disk
+    assert not [f for one in agents for f in Path("/dev/shm").glob(f"lockstep-*-{one.pid}-*") if one is not agents[1]]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["ranks"] for record in records if record["kind"] == "restart"] == [1, 2]
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(20, 2001, 20))

@@ -23,6 +23,7 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -139,22 +140,24 @@ class Checkpoints:
         part = self.folder / f".{name}.part"
         problem = self._agree(self._attempt(lambda: self._make_folder(part)))
         files: dict[str, dict[str, Any]] = {}
+        everyone: list[Any] = [None] * self.world.size
         if problem is None:
             problem = self._agree(self._attempt(lambda: files.update(self._write_files(state, part))))
         if problem is None:
-            everyone: list[Any] = [None] * self.world.size
             if self.group is not None:
                 dist.all_gather_object(everyone, files, group=self.group)
             else:
                 everyone = [files]
+            problem = self._agree(self._copy(part, everyone))
+        if problem is None:
             complete = None
-            if self.world.is_main:
+            if self.publishes:
                 complete = self._attempt(lambda: self._publish(part, name, run, everyone, best))
             problem = self._agree(complete)
         self.failed = problem
         if problem is not None:
             self.problem = f"checkpoint {name} was not saved: {problem}"
-            if self.world.is_main:
+            if self.publishes:
                 clean(self.folder)
 
     @staticmethod
@@ -179,8 +182,13 @@ class Checkpoints:
         dist.all_gather_object(everyone, problem, group=self.group)
         return next((f"rank {rank}: {p}" for rank, p in enumerate(everyone) if p is not None), None)
 
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank makes the folder, and turns it into a checkpoint when all files are there."""
+        return self.world.is_main
+
     def _make_folder(self, part: Path) -> None:
-        if self.world.is_main:
+        if self.publishes:
             clean(self.folder)
             part.mkdir(parents=True)
 
@@ -191,6 +199,10 @@ class Checkpoints:
         storage.write(state, part, self.group)
         mine = [f for f in part.iterdir() if f.name.startswith(f"__{self.world.rank}_")]
         return manifest.describe(mine + ([part / manifest.METADATA] if self.world.is_main else []))
+
+    def _copy(self, part: Path, files: list[dict[str, dict[str, Any]]]) -> str | None:
+        """Where the folder is not common to all ranks: what each has written, to others. Returns what went wrong."""
+        return None
 
     def _publish(
         self, part: Path, name: str, run: dict[str, Any], described: list[dict[str, dict[str, Any]]], best: int | None
@@ -278,8 +290,13 @@ def clean(folder: Path) -> None:
 
 
 def load_checkpoint(
-    folder: Path, strategy: Saved, world: World, group: dist.ProcessGroup | None = None
+    folder: Path,
+    strategy: Saved,
+    world: World,
+    group: dist.ProcessGroup | None = None,
+    fetch: Callable[[set[str]], None] | None = None,
 ) -> dict[str, Any]:
+    """`fetch`: gets files that this rank is going to read, where the folder may not have all of them."""
     from lockstep.checkpoint import storage
 
     run = manifest.read_run(folder)
@@ -288,6 +305,8 @@ def load_checkpoint(
         state[f"rng.{world.rank}"] = random_state(world.device)
     else:
         state.pop(f"own.{world.rank}", None)
+    if fetch is not None:
+        fetch(storage.files_of(state, folder))
     storage.read_into(state, folder, group)
     rng = state.pop(f"rng.{world.rank}", None)
     strategy.state.load(state)

@@ -96,7 +96,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _check(metadata: Any, folder: Path) -> None:
-    """Every entry is what the format says, and lies in a file of this folder, inside it."""
+    """Every entry is what the format says, and lies in a file of this folder, inside it.
+
+    Of a checkpoint that lies on several nodes, a file that is not here has the size that the manifest says.
+    """
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise DamagedError(f"{folder / METADATA} holds no list of tensors")
     for name, entry in metadata.state_dict_metadata.items():
@@ -110,15 +113,13 @@ def _check(metadata: Any, folder: Path) -> None:
                     raise DamagedError(f"{folder / METADATA}: a part of {name} lies outside of it")
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
                 raise DamagedError(f"{folder / METADATA}: the parts of {name} are not all of it")
-    listed = set(manifest.listed(folder))
-    sizes: dict[str, int] = {}
+    listed = manifest.listed(folder)
     for place in metadata.storage_data.values() if isinstance(metadata.storage_data, dict) else ():
         if place.relative_path not in listed:
             raise DamagedError(
                 f"{folder / METADATA} points to {place.relative_path!r}, which the manifest does not list"
             )
-        file = folder / place.relative_path
-        size = sizes.setdefault(place.relative_path, file.stat().st_size)
+        file, (size, _) = folder / place.relative_path, listed[place.relative_path]
         if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
             raise DamagedError(f"{folder / METADATA} points beyond the end of {file}")
 
@@ -139,6 +140,15 @@ def write(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) 
 
 def saved_names(folder: Path) -> set[str]:
     return set(read_metadata(folder).state_dict_metadata)
+
+
+def files_of(state: dict[str, Any], folder: Path) -> set[str]:
+    """The files that these entries lie in."""
+    metadata = read_metadata(folder)
+    planner = SafePlanner(flatten_state_dict=False)
+    planner.set_up_planner(_pieces(state), metadata, is_coordinator=False)
+    items = planner.create_local_plan().items
+    return {metadata.storage_data[item.storage_index].relative_path for item in items}
 
 
 def read_into(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:

@@ -7,8 +7,11 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.checkpoint.manifest import MANIFEST, read_run
+from lockstep.checkpoint.on_nodes import CheckpointsOnNodes, nodes_of
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch.leftovers import memory_home
@@ -76,9 +79,17 @@ class Saving:
         given = (savers, folder / CHECKPOINTS, asked.keep_last, asked.asynchronous)
         self.disk = Checkpoints(*given, parameters=strategy.parameters)
         if asked.in_memory and (home := memory_home()) is not None:
-            self.memory = Checkpoints(savers, home, 1, asked.asynchronous, group=self.disk.group)
+            self.memory = self._in_memory(savers, home, self.disk.group)
         if self.to_the_end or asked.keep_best or self.memory is not None:
             self.disk.get_ready()
+
+    def _in_memory(self, world: World, home: Path, group: dist.ProcessGroup | None) -> Checkpoints:
+        """In the one folder of this machine, or on each node with a copy of its neighbour's."""
+        nodes = nodes_of(home, world, group)
+        how: dict[str, Any] = {"keep_last": 1, "asynchronous": self.asked.asynchronous}
+        if group is None or len(nodes) == 1:
+            return Checkpoints(world, home, group=group, **how)
+        return CheckpointsOnNodes(world, home, nodes, group, **how)
 
     @property
     def to_the_end(self) -> bool:
@@ -162,23 +173,25 @@ class Saving:
         """From a run's newest whole checkpoint, or from one checkpoint; its step."""
         one = source if (source / MANIFEST).exists() else None
         home = source.parent if one is not None else source / CHECKPOINTS
-        found = self._find(home, one)
+        place = self._reading(home)
+        found = self._find(place, one)
         if found is None:
             raise UserError(f"{home} has no whole checkpoint to go on from")
-        return self._load(found)
+        return self._load(place, found)
 
     def go_on(self, folder: Path) -> int:
         """With an attempt of the same launch: from the newest whole state, in memory or on the disk; else from 0."""
-        homes = [folder / CHECKPOINTS, *([self.memory.folder] if self.memory is not None else [])]
-        found = [state for home in homes if (state := self._find(home)) is not None]
+        places = [self._reading(folder / CHECKPOINTS), *([self.memory] if self.memory is not None else [])]
+        found = [(state.name, place, state) for place in places if (state := self._find(place)) is not None]
         if not found:
             self.tell.say("no step was saved: this attempt starts at the beginning")
             return 0
-        return self._load(max(found, key=lambda state: state.name))  # step-00000120
+        _, place, state = max(found, key=lambda one: one[0])  # step-00000120
+        return self._load(place, state)
 
-    def _find(self, home: Path, one: Path | None = None) -> Path | None:
+    def _find(self, place: Checkpoints, one: Path | None = None) -> Path | None:
         """The newest whole checkpoint there."""
-        found, damage = self._reading(home).find(one)
+        found, damage = place.find(one)
         for line in damage:
             self.tell.warn(f"damaged, passed over: {line}")
         return found
@@ -186,9 +199,9 @@ class Saving:
     def _reading(self, home: Path) -> Checkpoints:
         return Checkpoints(self.world, home, group=self.disk.group if self.disk is not None else None)
 
-    def _load(self, found: Path) -> int:
+    def _load(self, place: Checkpoints, found: Path) -> int:
         check_same_course(read_run(found), self.course, found)
-        saved = self._reading(found.parent).load(found, self.strategy)
+        saved = place.load(found, self.strategy)
         self.best = best_of(saved)
         ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
         self.tell.say(f"resumed at step {saved['step']} from {found}{ranks}")
