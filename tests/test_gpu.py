@@ -31,6 +31,7 @@ from lockstep.errors import RankError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.profile import profile_steps
+from lockstep.profile.nvtx import mark_steps
 from lockstep.strategies import ParallelModel, available_strategies, strategy_named
 from lockstep.training.attempt import read_status, step_in_progress
 from lockstep.training.loop import train
@@ -185,8 +186,16 @@ def test_steps_on_a_gpu() -> None:
         assert 0 < exposed < 1.5 * total, name
 
 
+def marked(world: World) -> int:
+    return mark_steps(world, short_gpt("bucketed", "none"), 2, 1)
+
+
 def profiled(world: World, folder: Path) -> None:
     profile_steps(world, short_gpt("bucketed", "none"), 2, 2, folder / "trace.json.gz", folder / "memory.pickle")
+
+
+def test_steps_are_marked_for_nsight() -> None:
+    assert all(parameters > 0 for parameters in on_gpu(marked, 2))
 
 
 def test_a_profile_shows_kernels_and_memory(tmp_path: Path) -> None:

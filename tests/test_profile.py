@@ -174,3 +174,10 @@ def test_a_snapshot_of_a_gpu_needs_one(tmp_path: Path, capsys: pytest.CaptureFix
     flags = ["--device", "cpu", "--nproc", "1", "--memory-snapshot", "--run-dir", str(tmp_path)]
     assert main(["profile", *flags]) == 2
     assert "--memory-snapshot shows a GPU's memory" in capsys.readouterr().err
+
+
+def test_nvtx_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--device", "cpu", "--nproc", "1", "--nvtx"]) == 2
+    assert "--nvtx marks what a GPU does" in capsys.readouterr().err
+    assert main(["profile", "--nvtx", "--memory-snapshot"]) == 2
+    assert "give one of the two" in capsys.readouterr().err

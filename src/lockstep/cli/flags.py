@@ -36,7 +36,7 @@ KNOWN = {
     "bench scaling": (*LAUNCH, "world-size", "modes", "threads", "steps", "warmup", *FILES),
     "strategies": ("world-size", "batch-size"),
     "schedule": (*LAUNCH, "stages", "micro-batches", "chunks", "forward", "backward", "out", "run"),
-    "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot"),
+    "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot", "nvtx"),
     "report": ("out", "title"),
     "doctor": ("trial", "master", "nodes", "json"),
     "launch": (

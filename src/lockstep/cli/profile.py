@@ -13,6 +13,7 @@ from lockstep.errors import UserError
 from lockstep.launch import run_on_ranks
 from lockstep.profile import Profile, profile_steps
 from lockstep.profile.diagnosis import KINDS, words
+from lockstep.profile.nvtx import mark_steps
 from lockstep.results.record import Record
 from lockstep.strategies import strategy_name
 from lockstep.training.metrics import writing_to
@@ -33,6 +34,8 @@ class ProfileArguments(RunArguments):
     lockstep profile configs/gpt_text.yaml --nproc 2 --parallel.data zero3
 
     lockstep profile --model.name mlp --nproc 4 --parallel.data naive --run-dir runs/naive
+
+    nsys profile --capture-range=cudaProfilerApi lockstep profile configs/gpt_text.yaml --nproc 1 --nvtx
     """
 
     run_dir: str = "runs/profile"
@@ -43,6 +46,8 @@ class ProfileArguments(RunArguments):
     """Steps before."""
     memory_snapshot: bool = False
     """On a GPU: also write memory.pickle, rank 0's allocations, for pytorch.org/memory_viz."""
+    nvtx: bool = False
+    """On a GPU, under nsys: mark the steps, blocks and operations as NVTX ranges instead, and write nothing."""
 
 
 def main(argv: list[str]) -> int:
@@ -52,6 +57,16 @@ def main(argv: list[str]) -> int:
     if arguments.steps < 1 or arguments.warmup < 0:
         raise UserError(f"--steps {arguments.steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
     check_before_ranks(config, arguments.launch, default_nproc=2)
+    if arguments.nvtx:
+        if arguments.memory_snapshot:
+            raise UserError("--nvtx writes no file, so --memory-snapshot has nowhere to go; give one of the two")
+        parameters: int = run_on_ranks(
+            *(mark_steps, config, arguments.steps, arguments.warmup), launch=arguments.launch, default_nproc=2
+        )[0]
+        if os.environ.get("RANK", "0") == "0":
+            marked = f"{counted(arguments.steps, 'step')} of {config.model.name}, {parameters:,} parameters"
+            console().print(f"marked: {marked}, as NVTX ranges; nsys has them if it was started around this command")
+        return 0
     folder = Path(arguments.run_dir)
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
