@@ -14,7 +14,7 @@ FLOORS = (
     ("strategies",),
     ("checkpoint", "measure"),
     ("training",),
-    ("demo", "verify", "bench", "profile", "schedule", "plan", "doctor", "chaos", "report"),
+    ("demo", "verify", "bench", "profile", "schedule", "plan", "doctor", "chaos", "report", "learn"),
     ("cli",),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

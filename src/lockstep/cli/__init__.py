@@ -20,6 +20,7 @@ DEBUG, DEBUGGING = "--debug", "LOCKSTEP_DEBUG"
 """Any command's flag, and how ranks know of it."""
 
 COMMANDS = {  # name -> (module, what it answers)
+    "learn": ("lockstep.cli.learn", "teach me: a course whose exercises are graded on real ranks"),
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
     "train": ("lockstep.cli.train", "train this model for real"),
     "tokenize": ("lockstep.cli.tokenize", "make token ids from text of any size, to train a GPT on"),

@@ -38,6 +38,7 @@ KNOWN = {
     "schedule": (*LAUNCH, "stages", "micro-batches", "chunks", "forward", "backward", "out", "run"),
     "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot", "nvtx"),
     "report": ("out", "title"),
+    "learn": ("watch", "share-gpu", "dir"),
     "doctor": ("trial", "master", "nodes", "json"),
     "launch": (
         *("nodes", "gpus", "ranks", "cpus", "time", "partition", "name", "master", "port", "max-restarts"),

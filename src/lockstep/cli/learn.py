@@ -1,0 +1,195 @@
+"""`lockstep learn`."""
+
+import difflib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.markdown import Markdown
+from rich.syntax import Syntax
+
+from lockstep.cli.parsing import parse
+from lockstep.cli.tables import console, new_table
+from lockstep.errors import UserError
+from lockstep.learn.course import DEFAULT, Course
+from lockstep.learn.lesson import Lesson, lessons
+from lockstep.words import counted
+
+VERBS = ("start", "list", "next", "check", "hint", "diff", "solution", "reset")
+LOOK_EVERY = 0.3
+"""Seconds between two looks at a file that is watched."""
+
+
+@dataclass
+class LearnArguments:
+    """Build distributed training by hand, and have it graded on real ranks: lockstep learn VERB [LESSON].
+
+    start [DIR]: lay out the course in a folder; list: all lessons, and which have passed; next: the text of the one
+    that comes next; check [LESSON]: grade it; hint [LESSON]: a nudge, then more; solution [LESSON]: the reference; diff
+    [LESSON]: yours beside the reference; reset [LESSON]: the skeleton again. LESSON is a number or a name; without it,
+    the one whose folder this is, or the next.
+
+    For example:
+
+    lockstep learn start
+
+    cd lockstep-course && lockstep learn check --watch
+
+    lockstep learn check 4 --share-gpu
+    """
+
+    watch: bool = False
+    """check: again whenever the file is saved, on to the next lesson when it passes; Ctrl-C ends it."""
+    share_gpu: bool = False
+    """check: on ranks that share one GPU, by NCCL, instead of CPU ranks."""
+    dir: str = "."
+    """The course's folder, or one inside it."""
+
+
+def main(argv: list[str]) -> int:
+    words = [word for word in argv if not word.startswith("-")]
+    flags = argv[: argv.index(words[0])] + argv[argv.index(words[0]) + 1 :] if words else argv
+    if not words:
+        parse(LearnArguments, argv or ["--help"], "learn")  # --help, or a flag without a verb
+        raise UserError(f"say what to do: lockstep learn {'|'.join(VERBS)}")
+    verb = words[0]
+    if verb not in VERBS:
+        raise UserError(f"lockstep learn {verb}: there are {', '.join(VERBS)}")
+    named = None
+    if flags and not flags[0].startswith("-"):
+        named, flags = flags[0], flags[1:]
+    arguments = parse(LearnArguments, flags, "learn")
+    if verb == "start":
+        return start(Path(named or DEFAULT))
+    course = Course.at(Path(arguments.dir))
+    if verb == "list":
+        return show_list(course)
+    lesson = course.lesson(named, Path(arguments.dir))
+    if verb == "check":
+        if arguments.watch:
+            return watch(course, lesson, named is None, arguments.share_gpu)
+        return 0 if check_one(course, lesson, arguments.share_gpu) else 1
+    actions = {"next": show_next, "hint": hint, "diff": diff, "solution": solution, "reset": reset}
+    return actions[verb](course, lesson)
+
+
+def start(folder: Path) -> int:
+    course = Course.start(folder)
+    first = course.next() or lessons()[0]
+    say(f"{counted(len(lessons()), 'lesson')} in {folder}; begin with {course.home(first) / 'README.md'}, then")
+    say(f"    cd {folder} && lockstep learn check --watch")
+    return 0
+
+
+def show_list(course: Course) -> int:
+    table = new_table("", ("", "lesson"), ("minutes", "ranks"), ("file",))
+    for lesson in lessons():
+        mark = "✓" if course.has_passed(lesson) else "edited" if course.has_passed_before(lesson) else ""
+        ranks = ", ".join(map(str, lesson.manifest.ranks))
+        table.add_row(mark, f"{lesson.number:>2}. {lesson.manifest.title}", str(lesson.manifest.minutes), ranks,
+                      f"{lesson.slug}/exercise.py")  # fmt: skip
+    console().print(table)
+    passed = sum(course.has_passed_before(lesson) for lesson in lessons())
+    upcoming = course.next()
+    say(f"{passed} of {len(lessons())} passed; next: {upcoming.slug if upcoming else 'none, you have done it all'}")
+    return 0
+
+
+def show_next(course: Course, lesson: Lesson) -> int:
+    console().print(Markdown(lesson.text))
+    say(f"fill in {course.file(lesson)}, then: lockstep learn check")
+    return 0
+
+
+def check_one(course: Course, lesson: Lesson, share_gpu: bool) -> bool:
+    """Grade it unless it has passed as it is; whether it passes."""
+    from lockstep.learn.check import check, shown  # torch, which takes seconds to load
+
+    file = course.file(lesson)
+    fingerprint = course.fingerprint(lesson)
+    if fingerprint is None:
+        raise UserError(f"{file} cannot be read; lockstep learn reset {lesson.number} lays it out again")
+    title = f"{lesson.number}. {lesson.manifest.title}"
+    if course.has_passed(lesson) and not share_gpu:
+        say(f"✓ {title}: has passed, and is unchanged since")
+        return True
+    ranks = " and ".join(map(str, lesson.manifest.ranks))
+    with console().status(f"{title}: {ranks} ranks" if ranks != "1" else title):
+        outcome = check(lesson, file, share_gpu)
+    for line in shown(outcome):
+        say(line)
+    if not outcome.passed:
+        say("")
+        say(f"{title}: not yet ({outcome.seconds:.1f} s); lockstep learn hint {lesson.number} helps")
+        return False
+    course.pass_(lesson, fingerprint)
+    say(f"✓ {title}: passed in {outcome.seconds:.1f} s on {ranks} rank{'s' * (ranks != '1')}")
+    say(f"  the reference beside yours: lockstep learn diff {lesson.number}; in full: {lesson.manifest.home}")
+    upcoming = course.next()
+    if upcoming is not None:
+        say(f"  next: {course.home(upcoming) / 'README.md'}")
+    return True
+
+
+def watch(course: Course, lesson: Lesson, goes_on: bool, share_gpu: bool) -> int:
+    """Until Ctrl-C, or until there is no next lesson."""
+    say(f"watching {course.file(lesson)}; Ctrl-C ends it")
+    seen = None
+    while True:
+        current = course.fingerprint(lesson)
+        if current != seen and current is not None:
+            seen = current
+            if check_one(course, lesson, share_gpu) and goes_on:
+                upcoming = course.next()
+                if upcoming is None:
+                    return 0
+                if upcoming != lesson:
+                    lesson, seen = upcoming, course.fingerprint(upcoming)
+                    say(f"\nwatching {course.file(lesson)}")
+        time.sleep(LOOK_EVERY)
+
+
+def hint(course: Course, lesson: Lesson) -> int:
+    number = course.next_hint(lesson)
+    hints = lesson.manifest.hints
+    say(f"{lesson.number}. {lesson.manifest.title}, hint {number + 1} of {len(hints)}")
+    console().print(Markdown(hints[number]))
+    return 0
+
+
+def diff(course: Course, lesson: Lesson) -> int:
+    refuse_before(course, lesson, "diff")
+    mine = course.file(lesson).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = list(difflib.unified_diff(mine, lesson.solution.splitlines(), "yours", "the reference", lineterm=""))
+    if not lines:
+        say("no difference")
+    else:
+        console().print(Syntax("\n".join(lines), "diff", background_color="default", word_wrap=True))
+    say(f"in full: {lesson.manifest.home}")
+    return 0
+
+
+def solution(course: Course, lesson: Lesson) -> int:
+    refuse_before(course, lesson, "solution")
+    print(lesson.solution, end="")
+    return 0
+
+
+def refuse_before(course: Course, lesson: Lesson, verb: str) -> None:
+    """Whoever wants to see it has seen all hints first."""
+    if not course.has_passed_before(lesson) and course.hints.get(lesson.slug, 0) < len(lesson.manifest.hints):
+        left = len(lesson.manifest.hints) - course.hints.get(lesson.slug, 0)
+        raise UserError(
+            f"learn {verb}: {lesson.slug} has not passed yet, and {counted(left, 'hint')} of it are left; "
+            f"lockstep learn hint {lesson.number}"
+        )
+
+
+def reset(course: Course, lesson: Lesson) -> int:
+    kept = course.reset(lesson)
+    say(f"{course.file(lesson)} is the skeleton again" + (f"; yours is kept in {kept.name}" if kept else ""))
+    return 0
+
+
+def say(text: str) -> None:
+    console().print(text, highlight=False, soft_wrap=True, markup=False)

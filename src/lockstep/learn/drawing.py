@@ -1,0 +1,143 @@
+"""The messages between ranks, as a picture in text: time goes down, each rank is a line.
+
+rank 0      rank 1      rank 2
+  │──── 4 ───▶│           │        isend of 4, line 21
+  │           │──── 4 ───▶│        isend of 4, line 21
+  │◀──────── 4 ───────────│        isend of 4, line 21
+  ╞═══════════╪═══════════╡        all_reduce of 12, line 30
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.learn.recorder import RECEIVES, SENDS
+
+WIDTH = 12
+MOST = 24
+"""Rows of a picture; what came before is left out, as it is the end that one wants to see."""
+
+
+@dataclass
+class Event:
+    """A message, or a collective that some or all ranks came to."""
+
+    at: float
+    text: str
+    source: int = -1
+    to: int = -1
+    elements: int = 0
+    """Of a message."""
+    came: list[int] = field(default_factory=list)
+    """Ranks of a collective."""
+    whole: bool = True
+    """Sent and received, or all came."""
+
+
+def read_logs(folder: Path, size: int) -> list[list[dict[str, Any]]]:
+    """What each rank called. The last line of a rank that was ended may be cut short."""
+    logs: list[list[dict[str, Any]]] = []
+    for rank in range(size):
+        file = folder / f"rank{rank}.jsonl"
+        rows = []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+        logs.append(rows)
+    return logs
+
+
+def events_of(logs: list[list[dict[str, Any]]]) -> list[Event]:
+    """Messages matched by sender, receiver and order; collectives by their number on each rank."""
+    found: list[Event] = []
+    size = len(logs)
+    waiting: dict[tuple[int, int], list[Event]] = {}
+    for rank, log in enumerate(logs):
+        for row in log:
+            if row["op"] in SENDS and row["peer"] is not None:
+                text = f"{row['op']} of {row['elements']:,}, line {row['line']}"
+                event = Event(row["at"], text, rank, row["peer"], row["elements"], whole=False)
+                found.append(event)
+                waiting.setdefault((rank, row["peer"]), []).append(event)
+    for rank, log in enumerate(logs):
+        for row in log:
+            if row["op"] in RECEIVES and row["peer"] is not None:
+                sent = waiting.get((row["peer"], rank))
+                if sent:
+                    sent.pop(0).whole = True
+                else:
+                    text = f"{row['op']} of {row['elements']:,} from rank {row['peer']}, which sent nothing"
+                    found.append(
+                        Event(row["at"], f"{text}, line {row['line']}", row["peer"], rank, row["elements"], whole=False)
+                    )
+    collectives = [[r for r in log if r["op"] not in (*SENDS, *RECEIVES)] for log in logs]
+    for number in range(max((len(c) for c in collectives), default=0)):
+        rows = {rank: c[number] for rank, c in enumerate(collectives) if len(c) > number}
+        kinds: dict[str, list[int]] = {}
+        for rank, row in rows.items():
+            root = f" at rank {row['peer']}" if row["peer"] is not None else ""
+            kinds.setdefault(f"{row['op']} of {row['elements']:,}{root}, line {row['line']}", []).append(rank)
+        for text, came in kinds.items():
+            whole = len(came) == size
+            missing = [rank for rank in range(size) if rank not in came]
+            others = "" if whole else f"; not rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            found.append(Event(max(rows[rank]["at"] for rank in came), text + others, came=came, whole=whole))
+    return sorted(found, key=lambda event: event.at)
+
+
+def draw(logs: list[list[dict[str, Any]]]) -> str:
+    """The last events; an empty text where there are none."""
+    events, size = events_of(logs), len(logs)
+    if not events or size < 2:
+        return ""
+    lines = ["".join(f"rank {rank}".ljust(WIDTH) for rank in range(size)).rstrip()]
+    if len(events) > MOST:
+        lines.append("  ⋮".ljust(WIDTH * size) + f"{len(events) - MOST:,} more before")
+    for event in events[-MOST:]:
+        row = list(_message(event, size) if event.source >= 0 else _collective(event, size))
+        mark = "" if event.whole else "✗ "
+        lines.append(
+            "".join(row).ljust(WIDTH * size) + mark + event.text + ("" if event.whole or event.came else _why(event))
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _why(event: Event) -> str:
+    return "" if "sent nothing" in event.text else f"; rank {event.to} never received it"
+
+
+def _column(rank: int) -> int:
+    return 2 + rank * WIDTH
+
+
+def _message(event: Event, size: int) -> list[str]:
+    row = [" "] * (WIDTH * size)
+    for rank in range(size):
+        row[_column(rank)] = "│"
+    if not 0 <= event.to < size or not 0 <= event.source < size or event.to == event.source:
+        return row
+    left, right = sorted((_column(event.source), _column(event.to)))
+    for at in range(left + 1, right):
+        row[at] = "─" if event.whole else "╌"
+    label = f" {event.elements:,} "
+    start = (left + right - len(label)) // 2 + 1
+    row[start : start + len(label)] = label
+    if event.to > event.source:
+        row[right - 1] = "▶" if event.whole else "✗"
+    else:
+        row[left + 1] = "◀" if event.whole else "✗"
+    return row
+
+
+def _collective(event: Event, size: int) -> list[str]:
+    row = [" "] * (WIDTH * size)
+    for rank in range(size):
+        row[_column(rank)] = "╪" if rank in event.came else "│"
+    first, last = _column(min(event.came)), _column(max(event.came))
+    for at in range(first + 1, last):
+        if row[at] == " ":
+            row[at] = "═"
+    return row

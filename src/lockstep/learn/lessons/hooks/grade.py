@@ -1,0 +1,104 @@
+"""Gradients by their values, and all-reduces by when they were issued and waited for."""
+
+import copy
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.learn.rank import Rank
+
+LAYERS, WIDTH, PAUSE = 5, 8, 0.02
+
+
+def facts() -> list[str]:
+    """Numbers of the text."""
+    return []
+
+
+class Slowly(torch.autograd.Function):
+    """Nothing, whose backward takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(PAUSE)
+        return gradient
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Slowly.apply(torch.tanh(layer(x)))
+        return x
+
+
+def grade(rank: Rank) -> None:
+    torch.manual_seed(2)
+    model = Deep().to(rank.device)
+    whole, mine = copy.deepcopy(model), copy.deepcopy(model)
+    overlapped = rank.exercise.Overlapped(mine)
+    for step in range(2):
+        shares = rank.of_all(4, WIDTH, seed=step)
+        whole.zero_grad()
+        (whole(torch.cat(shares)) ** 2).mean().backward()
+        summed = copy.deepcopy(whole)
+        for p, q in zip(summed.parameters(), whole.parameters(), strict=True):
+            assert q.grad is not None
+            p.grad = q.grad * rank.size
+        mine.zero_grad()
+        loss = (mine(shares[rank.rank]) ** 2).mean()
+        with rank.recorder.during() as calls:
+            loss.backward()
+            ended = time.monotonic()
+            overlapped.finish()
+        early = [call for call in calls if call.issued < ended]
+        rank.expect(
+            bool(early),
+            "nothing was in flight while backward ran: the all-reduces began after it. A hook starts them in time",
+        )
+        stood = [call for call in early if 0 < call.ended < ended]
+        rank.expect(not stood, "you waited inside the hook: nothing overlaps. Start it there, and wait in finish()")
+        unwaited = [call for call in calls if not call.ended]
+        rank.expect(
+            not unwaited,
+            f"an all-reduce of {unwaited[0].elements if unwaited else 0} was never waited for: it may come late",
+        )
+        rank.expect_model(
+            f"step {step}: the gradient", mine, whole, {"you summed, the mean is missing": summed}, grad=True
+        )
+        rank.expect_calls(calls, {"all_reduce": 2 * LAYERS})
+    measure(rank)
+
+
+def measure(rank: Rank) -> None:
+    """What is hidden, of messages that take a while."""
+    model = Deep(400).to(rank.device)
+    overlapped = rank.exercise.Overlapped(model)
+    x = rank.random(4, 400)
+    (model(x) ** 2).mean().backward()
+    overlapped.finish()
+    (model(x) ** 2).mean().backward()
+    start = time.perf_counter()
+    overlapped.finish()
+    exposed = time.perf_counter() - start
+    with rank.recorder.off():
+        dist.barrier()
+        start = time.perf_counter()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        afterwards = time.perf_counter() - start
+    hidden = max(0.0, 1 - exposed / afterwards)
+    rank.note(
+        f"all-reduces after backward take {1e3 * afterwards:.1f} ms; from hooks the step waits {1e3 * exposed:.1f} ms: "
+        f"{hidden:.0%} hidden"
+    )

@@ -1,0 +1,251 @@
+"""What a grader has in its hands on each rank: the exercise, what it called, and ways to say what is wrong.
+
+Every expectation is agreed upon: all ranks must state it, and if it fails on one, it fails on all, with the words of
+the rank that knows most. So no rank waits for one that has left.
+"""
+
+import importlib.util
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.layout.world import World
+from lockstep.learn.lesson import Lesson
+from lockstep.learn.recorder import Call, Recorder
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Relative to the largest element."""
+
+
+class NotPassedError(Exception):
+    """All ranks know why, and leave together."""
+
+
+@dataclass
+class Guess:
+    """A prediction beside what was measured."""
+
+    asks: str
+    predicted: float
+    measured: float
+    unit: str
+
+
+@dataclass
+class Graded:
+    """What a rank brings back."""
+
+    problem: str = ""
+    """What is wrong; empty if the exercise passed."""
+    guesses: list[Guess] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was measured, to be shown."""
+
+
+class Rank:
+    """One rank of a check."""
+
+    def __init__(self, world: World, lesson: Lesson, file: Path, recorder: Recorder) -> None:
+        self.world, self.lesson, self.file, self.recorder = world, lesson, file, recorder
+        self.rank, self.size, self.device = world.rank, world.size, world.device
+        self.graded = Graded()
+        # Its own group: whatever the exercise leaves in flight in the world's stays there.
+        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        recorder.install()
+        self.exercise: Any = load_exercise(file)
+
+    # ---- inputs ----------------------------------------------------------------------------------------------
+
+    def random(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Different on each rank."""
+        return self.same(*shape, seed=1000 * (seed + 1) + self.rank, dtype=dtype)
+
+    def same(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The same on each rank."""
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(self.device)
+
+    def of_all(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        """What `random` gives on each rank."""
+        return [self.same(*shape, seed=1000 * (seed + 1) + rank, dtype=dtype) for rank in range(self.size)]
+
+    # ---- what is expected ------------------------------------------------------------------------------------
+
+    def expect(self, true: bool, otherwise: str) -> None:
+        """On every rank; `otherwise` is the first rank's words that finds it false."""
+        self.agree(None if true else otherwise)
+
+    def agree(self, problem: str | None, known: bool = True) -> None:
+        """Fail on all ranks where one has a problem. Mistakes that have a name come before others."""
+        problems: list[Any] = [(problem, known)]
+        if self._group is not None:
+            problems = [None] * self.size
+            with self.recorder.off():
+                dist.all_gather_object(problems, (problem, known), group=self._group)
+        found = [(not named, rank, text) for rank, (text, named) in enumerate(problems) if text is not None]
+        if found:
+            _, rank, text = min(found)
+            raise NotPassedError(f"on rank {rank}: {text}" if self.size > 1 else text)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Of all ranks, out of the exercise's sight."""
+        values: list[Any] = [value]
+        if self._group is not None:
+            values = [None] * self.size
+            with self.recorder.off():
+                dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def expect_tensor(
+        self, what: str, got: object, expected: Tensor, mistakes: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`mistakes`: what a known mistake is called -> what would come out of it."""
+        problem, known = difference(what, got, expected), False
+        if problem is not None and isinstance(got, Tensor):
+            for name, wrong in (mistakes or {}).items():
+                if difference(what, got, wrong) is None and difference(what, wrong, expected) is not None:
+                    problem, known = f"{name}\n{problem}", True
+                    break
+        self.agree(problem, known)
+
+    def expect_model(
+        self,
+        what: str,
+        got: nn.Module,
+        expected: nn.Module,
+        mistakes: Mapping[str, nn.Module] | None = None,
+        grad: bool = False,
+    ) -> None:
+        """Every parameter, or its gradient; a known mistake is one that explains all of them."""
+
+        def values(model: nn.Module) -> dict[str, Any]:
+            return {name: p.grad if grad else p.detach() for name, p in model.named_parameters()}
+
+        mine, right = values(got), values(expected)
+        problem, known = first_difference(what, mine, right), False
+        if problem is not None:
+            for name, wrong in (mistakes or {}).items():
+                other = values(wrong)
+                if first_difference(what, mine, other) is None and first_difference(what, other, right) is not None:
+                    problem, known = f"{name}\n{problem}", True
+                    break
+        self.agree(problem, known)
+
+    def expect_calls(
+        self,
+        calls: Sequence[Call],
+        expected: Mapping[str, int],
+        mistakes: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        """Operation -> how often; others not at all."""
+        counted: dict[str, int] = {}
+        for call in calls:
+            counted[call.operation] = counted.get(call.operation, 0) + 1
+        problem, known = None, False
+        if counted != dict(expected):
+            problem = f"calls: expected {listed(expected)}; got {listed(counted)}"
+            for name, wrong in (mistakes or {}).items():
+                if counted == dict(wrong):
+                    problem, known = f"{name}\n{problem}", True
+        self.agree(problem, known)
+
+    # ---- what is shown ---------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        self.graded.notes.append(text)
+
+    def guess(self, name: str, measured: float) -> None:
+        """Beside what the learner has predicted in the constant of that name."""
+        asked = next(p for p in self.lesson.manifest.predict if p.name == name)
+        predicted = getattr(self.exercise, name, None)
+        if not isinstance(predicted, int | float) or isinstance(predicted, bool):
+            self.agree(f"predict first: set {name} in {self.file.name} to a number. {asked.asks}")
+        else:
+            self.agree(None)
+            self.graded.guesses.append(Guess(asked.asks, float(predicted), measured, asked.unit))
+
+    def has_predicted(self) -> None:
+        """At the beginning: numbers are typed before the run, not after it."""
+        for asked in self.lesson.manifest.predict:
+            value = getattr(self.exercise, asked.name, None)
+            missing = not isinstance(value, int | float) or isinstance(value, bool)
+            self.expect(not missing, f"predict first: set {asked.name} in {self.file.name} to a number. {asked.asks}")
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------------
+
+
+def difference(what: str, got: object, expected: Tensor) -> str | None:
+    """In one line: where they differ most, what was expected, what came."""
+    if not isinstance(got, Tensor):
+        return f"{what}: expected a tensor of shape {tuple(expected.shape)}, got {type(got).__name__}"
+    if got.shape != expected.shape:
+        return f"{what}: expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
+    a, b = got.detach().to(torch.float64).cpu(), expected.detach().to(torch.float64).cpu()
+    kind = expected.dtype if expected.dtype in TOLERANCE else torch.float64
+    if got.dtype == torch.float32:
+        kind = torch.float32
+    scale = max(float(b.abs().max()) if b.numel() else 0.0, 1e-6)
+    apart = torch.where(torch.isfinite(a), (a - b).abs(), torch.full_like(a, float("inf")))
+    if not a.numel() or float(apart.max()) <= TOLERANCE[kind] * scale:
+        return None
+    where = int(apart.argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(where), a.shape)] if a.dim() else []
+    at = f"[{', '.join(map(str, index))}]" if index else ""
+    return f"{what}{at}: expected {float(b.flatten()[where]):.6g}, got {float(a.flatten()[where]):.6g}"
+
+
+def first_difference(what: str, got: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    for name, value in expected.items():
+        title = f"{what} of {name}"
+        if value is None:
+            if got.get(name) is not None and float(got[name].abs().max()) > 0:
+                return f"{title}: expected none, got one"
+            continue
+        problem = difference(title, got.get(name), value)
+        if problem is not None:
+            return problem
+    return None
+
+
+def listed(calls: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(calls.items())) or "none"
+
+
+# ---- the exercise ------------------------------------------------------------------------------------------------
+
+
+def load_exercise(file: Path) -> ModuleType:
+    """Under a name of its own, so that nothing of ours stands in for it."""
+    spec = importlib.util.spec_from_file_location("exercise", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["exercise"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_exercise(error: BaseException, file: Path) -> str | None:
+    """What the exercise raised and in which of its lines; None if it is not the exercise that raised."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f"{file.name} line {error.lineno}: {error.msg}"
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    if not lines:
+        return None
+    last = lines[-1]
+    if isinstance(error, NotImplementedError):
+        return f"not written yet: {error} ({file.name} line {last.lineno}, in {last.name})"
+    code = (last.line or linecache.getline(str(file), last.lineno or 0)).strip()
+    return f"{file.name} line {last.lineno}, in {last.name}: {type(error).__name__}: {error}\n    {code}"
+
+
+Grader = Callable[[Rank], None]

@@ -1,0 +1,199 @@
+"""On a rank: every call of torch.distributed that an exercise makes, as it makes it.
+
+The functions are replaced before the exercise is imported, by ones that write down what was called and pass it on. A
+call goes to a file at once: when the ranks hang, what they did is there to be drawn.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+SENDS, RECEIVES = ("send", "isend"), ("recv", "irecv")
+PAYLOADS = {  # operation -> positions or names of the argument whose bytes it is about
+    "all_reduce": (0, "tensor"),
+    "broadcast": (0, "tensor"),
+    "reduce": (0, "tensor"),
+    "all_gather": (0, "tensor_list"),
+    "all_gather_into_tensor": (0, "output_tensor"),
+    "reduce_scatter": (1, "input_list"),
+    "reduce_scatter_tensor": (1, "input"),
+    "all_to_all_single": (1, "input"),
+    "scatter": (1, "scatter_list"),
+    "gather": (1, "gather_list"),
+    **dict.fromkeys((*SENDS, *RECEIVES), (0, "tensor")),
+    "barrier": (0, ""),
+}
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+
+
+@dataclass
+class Call:
+    """One call of one rank."""
+
+    operation: str
+    elements: int
+    """Of the whole tensor: for an all-gather what comes out, for a reduce-scatter what goes in."""
+    nbytes: int
+    peer: int | None
+    """Of a message: the other rank; of a broadcast, reduce, scatter or gather: its root."""
+    line: int
+    """Of the exercise."""
+    issued: float
+    ranks: int
+    """Of the group."""
+    waited: float = 0.0
+    """Seconds that the rank stood still for it."""
+    ended: float = 0.0
+    """When it was known to be over."""
+
+    @property
+    def is_message(self) -> bool:
+        return self.operation in (*SENDS, *RECEIVES)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends: of a message all, of a collective what a ring would send."""
+        n = self.ranks
+        match self.operation:
+            case "send" | "isend":
+                return self.nbytes
+            case "all_reduce":
+                return 2 * self.nbytes * (n - 1) / n
+            case "recv" | "irecv" | "barrier":
+                return 0
+            case "broadcast" | "reduce":
+                return self.nbytes
+            case _:
+                return self.nbytes * (n - 1) / n
+
+
+class Recorder:
+    """The calls of one rank."""
+
+    def __init__(self, exercise: Path, log: Path, rank: int) -> None:
+        self.exercise, self.rank = str(exercise), rank
+        self.calls: list[Call] = []
+        self._log = log.open("a", encoding="utf-8")
+        self._inside = threading.local()
+
+    def install(self) -> None:
+        """From now on, until the process ends."""
+        for name in (*PAYLOADS, *OBJECTS):
+            original = getattr(c10d, name, None)
+            if original is not None:
+                recorded = self._recorded(name, original)
+                for module in (dist, c10d):
+                    setattr(module, name, recorded)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """What the grader does itself is no part of the exercise."""
+        before, self._inside.depth = getattr(self._inside, "depth", 0), 1
+        try:
+            yield
+        finally:
+            self._inside.depth = before
+
+    @contextmanager
+    def during(self) -> Iterator[list[Call]]:
+        """The calls that are made inside."""
+        first, found = len(self.calls), list[Call]()
+        try:
+            yield found
+        finally:
+            found += self.calls[first:]
+
+    def _recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "depth", 0):
+                return original(*args, **kwargs)
+            call = self._note(name, args, kwargs)
+            self._inside.depth = 1
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._inside.depth = 0
+            if result is not None and hasattr(result, "wait"):
+                return Waited(result, call)
+            call.ended = time.monotonic()
+            call.waited = call.ended - call.issued
+            return result
+
+        run.__name__ = name
+        return run
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        elements, nbytes = 0, 0
+        if name in PAYLOADS:
+            position, keyword = PAYLOADS[name]
+            payload = kwargs.get(keyword, args[position] if len(args) > position else None)
+            if payload is None and name in ("scatter", "gather"):  # not the root: its own part tells the size
+                own = kwargs.get("tensor", args[0] if args else None)
+                payload = [own] * _ranks(args, kwargs)
+            for tensor in payload if isinstance(payload, list | tuple) else [payload]:
+                if isinstance(tensor, Tensor):
+                    elements, nbytes = elements + tensor.numel(), nbytes + tensor.nbytes
+        call = Call(
+            name, elements, nbytes, _peer(name, args, kwargs), self._line(), time.monotonic(), _ranks(args, kwargs)
+        )
+        self.calls.append(call)
+        row = {"op": name, "elements": elements, "peer": call.peer, "line": call.line, "at": call.issued}
+        self._log.write(json.dumps(row) + "\n")
+        self._log.flush()
+        return call
+
+    def _line(self) -> int:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == self.exercise:
+                return frame.f_lineno
+            frame = frame.f_back  # type: ignore[assignment]
+        return 0
+
+
+class Waited:
+    """A work that says how long it was waited for."""
+
+    def __init__(self, work: Any, call: Call) -> None:
+        self._work, self._call = work, call
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.monotonic()
+        result = self._work.wait(*args, **kwargs)
+        now = time.monotonic()
+        self._call.ended = self._call.ended or now  # the first time: afterwards it is over
+        self._call.waited += now - start
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _peer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    if name in SENDS or name in RECEIVES:
+        keys, position = (("dst", "group_dst") if name in SENDS else ("src", "group_src")), 1
+    elif name in ("broadcast", "reduce"):
+        keys, position = ("src", "group_src", "dst", "group_dst"), 1  # type: ignore[assignment]
+    elif name in ("scatter", "gather"):
+        keys, position = ("src", "group_src", "dst", "group_dst"), 2  # type: ignore[assignment]
+    else:
+        return None
+    found = next((kwargs[key] for key in keys if kwargs.get(key) is not None), None)
+    if found is None and len(args) > position:
+        found = args[position]
+    return int(found) if found is not None else (0 if name in ("scatter", "gather", "broadcast", "reduce") else None)
+
+
+def _ranks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+    return int(dist.get_world_size(group)) if dist.is_initialized() else 1

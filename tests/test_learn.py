@@ -1,0 +1,235 @@
+"""The course: skeletons fail with their own message, solutions pass, and known mistakes are called by their names."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.errors import UserError
+from lockstep.learn.check import Outcome, check
+from lockstep.learn.course import Course
+from lockstep.learn.drawing import draw
+from lockstep.learn.lesson import MOST_LINES, Lesson, lesson_named, lessons
+from lockstep.learn.master import parse, render, wrong_names
+
+IN_ORDER = [pytest.param(lesson, id=lesson.slug) for lesson in lessons()]
+WRONG = [pytest.param(lesson, name, id=f"{lesson.slug}-{name}") for lesson in lessons() for name in lesson.wrong_names]
+
+
+PATIENT = 30.0
+"""No check fails because the machine is busy; what is meant to hang is cut as it would be for a learner."""
+HANG = {"from-itself", "same-neighbour", "blocking", "hooks-order"}
+
+
+def outcome_of(lesson: Lesson, text: str, folder: Path, patience: float = PATIENT) -> Outcome:
+    file = folder / "exercise.py"
+    file.write_text(text)
+    return check(lesson, file, patience=patience)
+
+
+# ---- every lesson --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lesson", IN_ORDER)
+def test_a_solution_passes(lesson: Lesson, tmp_path: Path) -> None:
+    outcome = outcome_of(lesson, lesson.solution, tmp_path)
+    assert outcome.passed, outcome.problem + "\n" + outcome.drawing
+    assert len(outcome.guesses) == len(lesson.manifest.predict)
+    for guess in outcome.guesses:
+        assert guess.predicted == pytest.approx(guess.measured, rel=0.02), guess.asks
+
+
+@pytest.mark.parametrize("lesson", IN_ORDER)
+def test_a_skeleton_says_what_to_write(lesson: Lesson, tmp_path: Path) -> None:
+    outcome = outcome_of(lesson, lesson.skeleton, tmp_path)
+    assert not outcome.passed
+    assert "not written yet" in outcome.problem or "predict first" in outcome.problem, outcome.problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lesson", "name"), WRONG)
+def test_a_known_mistake_has_a_name(lesson: Lesson, name: str, tmp_path: Path) -> None:
+    outcome = outcome_of(lesson, lesson.wrong(name), tmp_path, 1.0 if name in HANG else PATIENT)
+    assert not outcome.passed
+    assert lesson.manifest.wrong[name] in outcome.problem, outcome.problem + "\n" + outcome.drawing
+
+
+@pytest.mark.parametrize("lesson", IN_ORDER)
+def test_a_lesson_is_complete(lesson: Lesson) -> None:
+    manifest = lesson.manifest
+    assert set(lesson.wrong_names) == set(manifest.wrong)
+    assert len(manifest.wrong) >= 3
+    assert len(manifest.hints) == 3
+    assert 20 <= manifest.minutes <= 60
+    assert all(needed < lesson.number for needed in manifest.needs)
+    assert len(lesson.skeleton.splitlines()) <= MOST_LINES
+    assert lesson.text.startswith(f"# {lesson.number}. {manifest.title}\n")
+    assert (Path(__file__).parents[1] / manifest.home).is_file(), manifest.home
+    for asked in manifest.predict:
+        assert asked.name in lesson.skeleton
+        assert asked.name in lesson.text
+    assert len({*lesson.wrong_names} & {"solution", "skeleton"}) == 0
+
+
+@pytest.mark.parametrize("lesson", IN_ORDER)
+def test_every_number_of_a_text_is_computed(lesson: Lesson) -> None:
+    """Outside of code, a number stands in a text only if the lesson's own code comes to it."""
+    text = " ".join(line for line in lesson.text.splitlines() if not line.startswith("# "))
+    text = re.sub(
+        r"\s+", " ", re.sub(r"`[^`]*`", "", re.sub(r"```.*?```", "", lesson.text.partition("\n")[2], flags=re.S))
+    )
+    text = re.sub(r"\b(?i:rank|copy|lesson|stage|block|ZeRO|step) \d+", "", text)  # names, not numbers
+    for fact in lesson.facts():
+        assert fact in text, f"the text does not say {fact!r}"
+        text = text.replace(fact, "")
+    assert not re.findall(r"\d[\d,.]*", text), "a number that nothing computes"
+
+
+def test_lessons_are_numbered_in_order() -> None:
+    assert [lesson.number for lesson in lessons()] == list(range(1, len(lessons()) + 1))
+
+
+# ---- the master ----------------------------------------------------------------------------------------------------
+
+MASTER = """\
+def f(x):
+    #: solution
+    return x + 1
+    #: skeleton
+    # raise NotImplementedError("add")
+    #: wrong twice
+    # if x:
+    #     return x + 2
+    # return 2
+    #: end
+"""
+
+
+def test_one_master_makes_them_all() -> None:
+    assert render(MASTER, "solution") == "def f(x):\n    return x + 1\n"
+    assert render(MASTER, "skeleton") == 'def f(x):\n    raise NotImplementedError("add")\n'
+    assert render(MASTER, "twice") == "def f(x):\n    if x:\n        return x + 2\n    return 2\n"
+    assert wrong_names(MASTER) == ["twice"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("#: solution\n#: end\n", "without a skeleton"),
+        ("#: solution\n#: skeleton\n", "does not end"),
+        ("#: skeleton\n", "outside a region"),
+        ("#: solution\n#: skeleton\ncode\n#: end\n", "as a comment"),
+        ("#: solution\n#: solution\n", "begins inside another"),
+    ],
+)
+def test_a_master_that_is_marked_wrongly_says_where(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse(text)
+
+
+# ---- the drawing ---------------------------------------------------------------------------------------------------
+
+
+def call(op: str, at: float, peer: int | None = None, elements: int = 4, line: int = 7) -> dict[str, object]:
+    return {"op": op, "at": at, "peer": peer, "elements": elements, "line": line}
+
+
+def test_messages_are_drawn() -> None:
+    logs = [
+        [call("isend", 1.0, 1), call("irecv", 1.1, 1), call("all_reduce", 3.0, elements=12)],
+        [call("isend", 1.2, 0), call("irecv", 1.3, 0), call("all_reduce", 3.1, elements=12), call("recv", 5.0, 0)],
+    ]
+    lines = draw(logs).splitlines()
+    assert lines[0].split() == ["rank", "0", "rank", "1"]
+    assert "▶" in lines[1]
+    assert "isend of 4, line 7" in lines[1]
+    assert "◀" in lines[2]
+    assert "═" in lines[3]
+    assert "all_reduce of 12" in lines[3]
+    assert "recv of 4 from rank 0, which sent nothing" in lines[4]
+
+
+def test_a_collective_that_one_rank_does_not_come_to() -> None:
+    drawn = draw([[call("all_reduce", 1.0)], [call("broadcast", 1.0, 0)], [call("all_reduce", 1.0)]])
+    assert "✗ all_reduce of 4, line 7; not rank 1" in drawn
+    assert "✗ broadcast of 4 at rank 0, line 7; not ranks 0, 2" in drawn
+
+
+# ---- the course ----------------------------------------------------------------------------------------------------
+
+
+def test_a_course_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["learn", "start", "mine"]) == 0
+    monkeypatch.chdir(tmp_path / "mine")
+    first = lessons()[0]
+    file = tmp_path / "mine" / first.slug / "exercise.py"
+    assert file.read_text() == first.skeleton
+    assert main(["learn", "check"]) == 1
+    assert "predict first" in capsys.readouterr().out
+    assert main(["learn", "solution", "1"]) == 2  # before all hints
+    for _ in first.manifest.hints:
+        assert main(["learn", "hint"]) == 0
+    assert "hint 3 of 3" in capsys.readouterr().out
+    assert main(["learn", "solution", "1"]) == 0
+    assert capsys.readouterr().out == first.solution
+    file.write_text(first.solution)
+    assert main(["learn", "check", "1"]) == 0
+    assert "passed in" in capsys.readouterr().out
+    assert main(["learn", "check", "1"]) == 0
+    assert "unchanged since" in capsys.readouterr().out  # not run again
+    file.write_text(first.solution + "# changed\n")
+    assert main(["learn", "list"]) == 0
+    assert "edited" in capsys.readouterr().out
+    assert main(["learn", "diff", "1"]) == 0
+    assert "# changed" in capsys.readouterr().out
+    assert main(["learn", "reset", "1"]) == 0
+    assert file.read_text() == first.skeleton
+    assert (file.parent / "exercise.1.old").read_text().endswith("# changed\n")
+    assert main(["learn", "next", "--dir", str(file.parent)]) == 0
+    assert first.manifest.title in capsys.readouterr().out
+    assert main(["learn", "start", "."]) == 0  # again: nothing is lost
+    assert Course.at(tmp_path / "mine").hints == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["learn", "begin"], "there are start, list, next"),
+        (["learn", "check"], "is no course; start one: lockstep learn start"),
+        (["learn", "start", "file"], "file is a file"),
+        (["learn", "start", "full"], "has other things in it"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_lesson_has_many_names() -> None:
+    first = lessons()[0]
+    assert (
+        lesson_named("1") == lesson_named("01") == lesson_named(first.name) == lesson_named(first.slug + "/") == first
+    )
+    with pytest.raises(UserError, match="there is no lesson 'ninety'"):
+        lesson_named("ninety")
+
+
+def test_an_exercise_that_never_ends_is_cut(tmp_path: Path) -> None:
+    lesson = lessons()[0]
+    begin = "    losses: list[float] = []\n"
+    text = lesson.solution.replace(begin, begin + "    while True:\n        pass\n")
+    file = tmp_path / "exercise.py"
+    file.write_text(text)
+    outcome = check(lesson, file)
+    assert not outcome.passed
+    assert re.search(r"did not end within 10 s: it is at exercise.py line \d+", outcome.problem)
