@@ -20,9 +20,9 @@ DEBUG, DEBUGGING = "--debug", "LOCKSTEP_DEBUG"
 """Any command's flag, and how ranks know of it."""
 
 COMMANDS = {  # name -> (module, what it answers)
-    "learn": ("lockstep.cli.learn", "teach me: a course whose exercises are graded on real ranks"),
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
     "train": ("lockstep.cli.train", "train this model for real"),
+    "learn": ("lockstep.cli.learn", "teach me: a course whose exercises are graded on real ranks"),
     "tokenize": ("lockstep.cli.tokenize", "make token ids from text of any size, to train a GPT on"),
     "generate": ("lockstep.cli.generate", "let a trained GPT write"),
     "export": ("lockstep.cli.export", "a run's weights as one safetensors file, or as a folder for transformers"),
