@@ -33,6 +33,8 @@ PAYLOADS = {  # operation -> positions or names of the argument whose bytes it i
     **dict.fromkeys((*SENDS, *RECEIVES), (0, "tensor")),
     "barrier": (0, ""),
 }
+NEW_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+"""torch 2.13's, which the older releases do not have yet."""
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
@@ -88,10 +90,10 @@ class Recorder:
 
     def install(self) -> None:
         """From now on, until the process ends."""
-        for name in (*PAYLOADS, *OBJECTS):
+        for name in (*PAYLOADS, *OBJECTS, *NEW_NAMES):
             original = getattr(c10d, name, None)
             if original is not None:
-                recorded = self._recorded(name, original)
+                recorded = self._recorded(NEW_NAMES.get(name, name), original)
                 for module in (dist, c10d):
                     setattr(module, name, recorded)
 

@@ -1,0 +1,91 @@
+"""Against torch's Adam on one process: weights, calls, bytes, and what is kept."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.learn.rank import Rank, difference
+
+LR, PARAMETERS, NUMBER, RANKS = 0.01, 1000, 8, 3
+
+
+def facts() -> list[str]:
+    """Numbers of the text."""
+    return [
+        f"moments of {PARAMETERS:,} parameters of {NUMBER} bytes, sharded over {RANKS} ranks",
+        "stages 1 and 2",
+        "(ZeRO stage 1)",
+        "(stage 2)",
+    ]
+
+
+def grade(rank: Rank) -> None:
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double().to(rank.device)
+    whole, mine = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = torch.optim.Adam(whole.parameters(), lr=LR)
+    sharded = rank.exercise.ShardedAdam(list(mine.parameters()), LR)
+    kept = state_bytes(sharded)
+    total = sum(p.numel() for p in model.parameters())
+    piece = -(-total // rank.size)
+    rank.expect(
+        kept < 2 * total * NUMBER,
+        f"each rank keeps the whole optimizer's state: {kept:,} bytes, where its piece has {2 * piece * NUMBER:,}",
+    )
+    for step in range(3):
+        shares = rank.of_all(4, 5, seed=step)
+        before = copy.deepcopy(mine)
+        whole.zero_grad()
+        (whole(torch.cat(shares)) ** 2).mean().backward()
+        optimizer.step()
+        mine.zero_grad()
+        (mine(shares[rank.rank]) ** 2).mean().backward()
+        with rank.recorder.during() as calls:
+            sharded.step()
+        wrongs = {
+            "the other ranks' pieces were never gathered: only this rank's own has moved": own_only(
+                before, whole, rank.rank, rank.size
+            )
+        }
+        reduces = any(call.operation == "all_reduce" for call in calls)
+        rank.expect(
+            not reduces, "an all-reduce brings every rank gradients of parameters that others update: reduce-scatter"
+        )
+        moment, expected = getattr(sharded, "first", None), _moment(optimizer, whole, rank.rank, rank.size)
+        fits = isinstance(moment, Tensor) and moment.shape == expected.shape
+        loud = fits and difference("", moment, expected * rank.size) is None
+        rank.expect(not loud, "you summed, the mean is missing: the first moment shows it, Adam's step hides the scale")
+        rank.expect_model(f"after step {step}: the weight", mine, whole, wrongs)
+        rank.expect_calls(calls, {"reduce_scatter_tensor": 1, "all_gather_into_tensor": 1})
+        law = 2 * (rank.size - 1) / rank.size * rank.size * piece * NUMBER
+        sent = sum(call.sent for call in calls)
+        rank.expect(sent <= law, f"a step sends {sent:,.0f} bytes; reduce-scatter and all-gather are {law:,.0f}")
+    if rank.size == RANKS:
+        line = [nn.Parameter(torch.zeros(PARAMETERS, dtype=torch.float64, device=rank.device))]
+        rank.guess("PREDICTED_STATE", state_bytes(rank.exercise.ShardedAdam(line, LR)))
+
+
+def state_bytes(optimizer: object) -> int:
+    """Of the tensors that it keeps, without the parameters and its own piece of them."""
+    tensors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
+    return sum(t.nbytes for t in tensors) - (tensors[0].nbytes if len(tensors) == 3 else 0)
+
+
+def own_only(before: nn.Module, after: nn.Module, rank: int, size: int) -> nn.Module:
+    """Where only one rank's piece has moved."""
+    mixed = copy.deepcopy(before)
+    flat = torch.cat([p.detach().flatten() for p in before.parameters()])
+    moved = torch.cat([p.detach().flatten() for p in after.parameters()])
+    piece = -(-len(flat) // size)
+    flat[rank * piece : (rank + 1) * piece] = moved[rank * piece : (rank + 1) * piece]
+    for parameter, part in zip(mixed.parameters(), flat.split([p.numel() for p in mixed.parameters()]), strict=True):
+        parameter.data.copy_(part.view_as(parameter))
+    return mixed
+
+
+def _moment(optimizer: torch.optim.Adam, model: nn.Module, rank: int, size: int) -> Tensor:
+    flat = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()])
+    piece = -(-len(flat) // size)
+    flat = nn.functional.pad(flat, (0, size * piece - len(flat)))
+    return flat[rank * piece : (rank + 1) * piece]
