@@ -15,7 +15,7 @@ from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.launch.rank import blames_another, has_missed_its_peers
 from lockstep.layout.world import World
-from lockstep.learn.drawing import draw, events_of, read_logs
+from lockstep.learn.drawing import Logs, draw, events_of, last_calls, read_logs
 from lockstep.learn.lesson import Lesson, lesson_named
 from lockstep.learn.rank import Graded, Guess, NotPassedError, Rank, in_exercise
 from lockstep.learn.recorder import Recorder
@@ -66,8 +66,9 @@ def on_ranks(lesson: Lesson, file: Path, size: int, share_gpu: bool, seconds: fl
                 start_method="forkserver",
             )[0]
         except (UserError, RankError) as error:
-            graded.problem = _in_words(error, seconds)
-            known = lesson.explain(read_logs(Path(folder), size)) if isinstance(error, RankError) else None
+            logs = read_logs(Path(folder), size)
+            graded.problem = _in_words(error, file, logs, seconds)
+            known = lesson.explain(logs) if isinstance(error, RankError) else None
             if known:
                 graded.problem = f"{known}\n{graded.problem}"
         logs = read_logs(Path(folder), size)
@@ -79,11 +80,26 @@ def on_ranks(lesson: Lesson, file: Path, size: int, share_gpu: bool, seconds: fl
     return Outcome(False, problem=graded.problem, ranks=size, drawing=draw(logs))
 
 
-def _in_words(error: UserError | RankError, seconds: float) -> str:
+def _in_words(error: UserError | RankError, file: Path, logs: Logs, seconds: float) -> str:
+    """Without what is said for operators: of a traceback, and of the stacks of ranks that hang, only the exercise."""
     text = str(error)
-    if isinstance(error, RankError) and text.startswith("the ranks hung: "):
-        return f"the ranks hung; cut after {seconds:g} s: " + text.removeprefix("the ranks hung: ")
-    return text
+    if not isinstance(error, RankError):
+        return text
+    lines = text.splitlines()
+    if text.startswith("the ranks hung: "):
+        said = lines[0].removeprefix("the ranks hung: ")
+        known = "" if said.startswith("no rank waits") else f": {said}"  # of messages the watch knows nothing
+        return "\n".join([f"the ranks hung; cut after {seconds:g} s{known}", *last_calls(logs)])
+    places = re.findall(rf'File "{re.escape(str(file))}", line (\d+), in (\w+)', text)
+    if not places:
+        return text
+    line, function = places[-1]
+    rank = re.match(r"rank \d+", lines[0])
+    who = rank[0] if rank else "a rank"
+    if "imed out" in lines[0]:
+        first = f"the ranks hung; cut after {seconds:g} s: {who} waits at {file.name} line {line}, in {function}"
+        return "\n".join([first, *last_calls(logs)])
+    return f"{lines[0]}\nat {file.name} line {line}, in {function}"
 
 
 def grade_on_rank(world: World, name: str, file: Path, folder: Path, seconds: float) -> Graded:

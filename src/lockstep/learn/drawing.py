@@ -19,6 +19,10 @@ MOST = 24
 """Rows of a picture; what came before is left out, as it is the end that one wants to see."""
 
 
+Logs = list[list[dict[str, Any]]]
+"""The calls of each rank, as its recorder has written them down."""
+
+
 @dataclass
 class Event:
     """A message, or a collective that some or all ranks came to."""
@@ -35,9 +39,9 @@ class Event:
     """Sent and received, or all came."""
 
 
-def read_logs(folder: Path, size: int) -> list[list[dict[str, Any]]]:
+def read_logs(folder: Path, size: int) -> Logs:
     """What each rank called. The last line of a rank that was ended may be cut short."""
-    logs: list[list[dict[str, Any]]] = []
+    logs: Logs = []
     for rank in range(size):
         file = folder / f"rank{rank}.jsonl"
         rows = []
@@ -50,7 +54,21 @@ def read_logs(folder: Path, size: int) -> list[list[dict[str, Any]]]:
     return logs
 
 
-def events_of(logs: list[list[dict[str, Any]]]) -> list[Event]:
+def last_calls(logs: Logs) -> list[str]:
+    """What each rank was in when it hung."""
+    lines = []
+    for rank, log in enumerate(logs):
+        if not log:
+            lines.append(f"rank {rank} called nothing")
+            continue
+        row = log[-1]
+        word = "to" if row["op"] in SENDS else "from" if row["op"] in RECEIVES else "at"
+        other = f" {word} rank {row['peer']}" if row["peer"] is not None else ""
+        lines.append(f"rank {rank}: its last call is {row['op']} of {row['elements']:,}{other}, line {row['line']}")
+    return lines
+
+
+def events_of(logs: Logs) -> list[Event]:
     """Messages matched by sender, receiver and order; collectives by their number on each rank."""
     found: list[Event] = []
     size = len(logs)
@@ -88,7 +106,7 @@ def events_of(logs: list[list[dict[str, Any]]]) -> list[Event]:
     return sorted(found, key=lambda event: event.at)
 
 
-def draw(logs: list[list[dict[str, Any]]]) -> str:
+def draw(logs: Logs) -> str:
     """The last events; an empty text where there are none."""
     events, size = events_of(logs), len(logs)
     if not events or size < 2:

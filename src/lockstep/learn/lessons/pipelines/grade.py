@@ -1,0 +1,105 @@
+"""The order by rules that need no rank, and a real run against one process."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.learn.rank import Rank
+
+STAGES, MICRO, WIDTH = 4, 8, 6
+
+
+def facts() -> list[str]:
+    """Numbers of the text."""
+    return [
+        f"{STAGES} stages and {MICRO} micro-batches",
+        "on 3 stages with 4 micro-batches",
+        "p - 1 forwards and backwards of m + p - 1",
+        "But 1F1B",
+        "in 1F1B two neighbours",
+    ]
+
+
+def stuck(orders: list[list[tuple[str, int]]]) -> str | None:
+    """Who waits for what, if the stages cannot all come to their end."""
+    at, done, last = [0] * len(orders), set[tuple[int, str, int]](), len(orders) - 1
+    while True:
+        moved = False
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                kind, number = order[at[stage]]
+                needs = (stage - 1, "F", number) if kind == "F" else (stage + 1, "B", number)
+                own = (stage, "F", number)
+                outer = stage == 0 if kind == "F" else stage == last
+                if (not outer and needs not in done) or (kind == "B" and own not in done):
+                    break
+                done.add((stage, kind, number))
+                at[stage] += 1
+                moved = True
+        waiting = [stage for stage, order in enumerate(orders) if at[stage] < len(order)]
+        if not waiting:
+            return None
+        if not moved:
+            return "; ".join(f"stage {s} waits to do {orders[s][at[s]][0]}{orders[s][at[s]][1]}" for s in waiting)
+
+
+def grade(rank: Rank) -> None:
+    for stages, micro_batches in ((STAGES, MICRO), (3, 4), (3, 1), (1, 3), (5, 3)):
+        orders: list[list[tuple[str, int]]] = []
+        for stage in range(stages):
+            order = [tuple(one) for one in rank.exercise.one_f_one_b(stage, stages, micro_batches)]
+            orders.append(order)
+            wanted = sorted((kind, i) for kind in "BF" for i in range(micro_batches))
+            where = f"one_f_one_b({stage}, {stages}, {micro_batches})"
+            rank.expect(sorted(order) == wanted, f"{where}: every micro-batch once F and once B; got {order}")
+        problem = stuck(orders)
+        rank.expect(problem is None, f"nobody can go on: {problem} ({stages} stages, {micro_batches} micro-batches)")
+        for stage, order in enumerate(orders):
+            held = most = 0
+            for kind, _ in order:
+                held += 1 if kind == "F" else -1
+                most = max(most, held)
+            allowed = min(stages - stage, micro_batches)
+            words = "holds all micro-batches at once" if most == micro_batches else f"holds {most} micro-batches"
+            rank.expect(most <= allowed, f"stage {stage} of {stages} {words}: {allowed} are enough, of {micro_batches}")
+
+    for stages, micro_batches in ((STAGES, MICRO), (1, 4), (8, 2)):
+        share, idle = rank.exercise.bubble(stages, micro_batches), (stages - 1) / (micro_batches + stages - 1)
+        where = f"bubble({stages}, {micro_batches})"
+        rank.expect(abs(share - idle) < 1e-9, f"{where}: expected {idle:.4f}, got {share:.4f}")
+    for stages, most, fewest in ((4, 0.25, 9), (8, 0.1, 63), (1, 0.5, 1), (2, 0.5, 1)):
+        got = rank.exercise.micro_batches_for(stages, most)
+        rank.expect(got == fewest, f"micro_batches_for({stages}, {most}): expected {fewest}, got {got}")
+    rank.guess("PREDICTED_BUBBLE", (STAGES - 1) / (MICRO + STAGES - 1))
+    carry_out(rank)
+
+
+def carry_out(rank: Rank) -> None:
+    n, micro_batches = rank.size, 5
+    torch.manual_seed(8)
+    model = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(n))).double().to(rank.device)
+    )
+    x, y = rank.same(micro_batches * 3, WIDTH, seed=1), rank.same(micro_batches * 3, WIDTH, seed=2)
+    whole = nn.Sequential(*model)
+    ((whole(x) - y) ** 2).mean().backward()
+    right = {name: p.grad.clone() for name, p in model[rank.rank].named_parameters() if p.grad is not None}
+    model.zero_grad()
+    order = rank.exercise.one_f_one_b(rank.rank, n, micro_batches)
+    with rank.recorder.during() as calls:
+        rank.exercise.run(order, model[rank.rank], list(x.split(3)), list(y.split(3)), x[:3])
+    for name, parameter in model[rank.rank].named_parameters():
+        mistakes = {"you summed over micro-batches, the mean is missing": right[name] * micro_batches}
+        rank.expect_tensor(f"run: the gradient of stage {rank.rank}'s {name}", parameter.grad, right[name], mistakes)
+    neighbours = (rank.rank > 0) + (rank.rank < n - 1)
+    messages = 2 * micro_batches * neighbours
+    rank.expect(len(calls) == messages, f"run: expected {messages} messages to and from neighbours, got {len(calls)}")
+
+
+def explain(logs: list[list[dict[str, Any]]]) -> str | None:
+    """Stages that wait for one another."""
+    last = [log[-1]["op"] for log in logs if log]
+    if "send" in last:
+        return "a stage waits until its message is received, by a stage that waits for the same: send without waiting"
+    return None
