@@ -68,9 +68,9 @@ def grade(rank: Rank) -> None:
         share, idle = rank.exercise.bubble(stages, micro_batches), (stages - 1) / (micro_batches + stages - 1)
         where = f"bubble({stages}, {micro_batches})"
         rank.expect(abs(share - idle) < 1e-9, f"{where}: expected {idle:.4f}, got {share:.4f}")
-    for stages, most, fewest in ((4, 0.25, 9), (8, 0.1, 63), (1, 0.5, 1), (2, 0.5, 1)):
-        got = rank.exercise.micro_batches_for(stages, most)
-        rank.expect(got == fewest, f"micro_batches_for({stages}, {most}): expected {fewest}, got {got}")
+    for stages, idle, fewest in ((4, 0.25, 9), (8, 0.1, 63), (1, 0.5, 1), (2, 0.5, 1)):
+        got = rank.exercise.micro_batches_for(stages, idle)
+        rank.expect(got == fewest, f"micro_batches_for({stages}, {idle}): expected {fewest}, got {got}")
     rank.guess("PREDICTED_BUBBLE", (STAGES - 1) / (MICRO + STAGES - 1))
     carry_out(rank)
 

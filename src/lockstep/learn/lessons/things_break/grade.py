@@ -1,0 +1,33 @@
+"""Diagnoses against what was done to each run."""
+
+from lockstep.learn.lessons.things_break.sabotage import TRUTH
+from lockstep.learn.rank import Rank
+
+EVIDENCE = {
+    "a": "a rank did not come at all to the last call, and its process is alive: it had less to do than the others",
+    "b": "a process has ended, and not by itself",
+    "c": "all ranks came to the same call number, with two different calls",
+    "d": "two columns of norms, with the same factor in every step: rounding differs from step to step",
+    "e": "one file is named, because its checksum differs",
+}
+
+
+def facts() -> list[str]:
+    """Numbers of the text."""
+    return ["1. **Is", "2. **Did", "3. **Did", "4. **Does", "5. **Does"]
+
+
+def grade(rank: Rank) -> None:
+    answers = rank.exercise.ANSWERS
+    for letter, (cause, about) in TRUTH.items():
+        given = answers.get(letter)
+        empty = f"not written yet: ANSWERS[{letter!r}]; look at the run first: python exercise.py {letter}"
+        rank.expect(given is not None, empty)
+        said, what = given
+        look = f"run it again (python exercise.py {letter}): {EVIDENCE[letter]}"
+        rank.expect(said == cause, f"{letter}: it is not {said}. {look[0].upper()}{look[1:]}")
+        if letter in ("a", "b", "c"):
+            blame = "the rank that is named is the one that is waited for, or gone; the others only say what they saw"
+            rank.expect(what == about, f"{letter}: {said} it is, but not rank {what}: {blame}")
+        rank.expect(what == about, f"{letter}: {said} it is, but not {what}. {look[0].upper()}{look[1:]}")
+    rank.note("that was the last lesson: docs/troubleshooting.md has more symptoms, lockstep chaos more faults")

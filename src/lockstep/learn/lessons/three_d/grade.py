@@ -1,0 +1,126 @@
+"""The mesh, real groups on it, the formulas, and a layout held against the planner."""
+
+import re
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import UserError
+from lockstep.learn.rank import Rank
+
+BILLIONS, SIZES = 7, {"pp": 2, "dp": 4, "tp": 2}
+CLUSTER, BATCH, SLOWER = "2x8xa100-40", 64, 1.1
+
+
+def facts() -> list[str]:
+    """Numbers of the text."""
+    words = ", ".join(f"{axis} {size}" for axis, size in SIZES.items())
+    return [
+        f"{BILLIONS} billion parameters on {prod(SIZES.values())} GPUs as {words}",
+        "P / (tp pp). Each is 2 bytes in bf16, its gradient 2, and the optimizer's state 12 in fp32",
+        "which ZeRO 1 shards",
+        "bytes = P / (tp pp) * (2 + 2 + 12 / dp)",
+        f"global batch {BATCH}",
+        "Llama 2 7B",
+        "A100 with 40 GB",
+    ]
+
+
+def right_coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    place = {}
+    for axis in reversed(sizes):
+        rank, place[axis] = divmod(rank, sizes[axis])
+    return {axis: place[axis] for axis in sizes}
+
+
+def right_peers(rank: int, axis: str, sizes: dict[str, int]) -> list[int]:
+    mine = right_coordinates(rank, sizes)
+    every = range(prod(sizes.values()))
+    return [r for r in every if all(c == mine[a] for a, c in right_coordinates(r, sizes).items() if a != axis)]
+
+
+def grade(rank: Rank) -> None:
+    exercise = rank.exercise
+    for sizes in (SIZES, {"pp": 3, "dp": 1, "tp": 4}, {"dp": 5}):
+        for number in range(prod(sizes.values())):
+            got, right = exercise.coordinates(number, sizes), right_coordinates(number, sizes)
+            last = list(sizes)[-1]
+            far = number == 1 and sizes[last] > 1 and got.get(last) == 0 and got != right
+            rank.expect(not far, "tensor parallelism has its peers far apart: the last axis must change fastest")
+            rank.expect(got == right, f"coordinates({number}, {sizes}): expected {right}, got {got}")
+        for number in range(prod(sizes.values())):
+            for axis in sizes:
+                listed, wanted = exercise.peers(number, axis, sizes), right_peers(number, axis, sizes)
+                rank.expect(listed == wanted, f"peers({number}, {axis!r}, {sizes}): expected {wanted}, got {listed}")
+
+    for parameters, sizes in ((7e9, SIZES), (1e9, {"pp": 1, "dp": 8, "tp": 1})):
+        held = parameters / (sizes["tp"] * sizes["pp"])
+        got = exercise.memory(parameters, sizes)
+        rank.expect(abs(got - 16 * held) > 1, "the optimizer's state is sharded over dp: 12 bytes over all of them")
+        close(rank, f"memory({parameters:g}, {sizes})", got, held * (4 + 12 / sizes["dp"]))
+        ring = 2 * (sizes["dp"] - 1) / sizes["dp"] * 2 * held
+        close(rank, f"gradient_bytes({parameters:g}, {sizes})", exercise.gradient_bytes(parameters, sizes), ring)
+    held = BILLIONS / (SIZES["tp"] * SIZES["pp"])
+    rank.guess("PREDICTED_GIGABYTES", held * (4 + 12 / SIZES["dp"]))
+
+    sizes = {"pp": 2, "dp": 1, "tp": rank.size // 2}
+    groups = exercise.make_groups(sizes)
+    for axis in sizes:
+        wanted = right_peers(rank.rank, axis, sizes)
+        total = torch.tensor([float(rank.rank)], dtype=torch.float64, device=rank.device)
+        with rank.recorder.off():
+            dist.all_reduce(total, group=groups[axis])
+        expected = torch.tensor([float(sum(wanted))], dtype=torch.float64)
+        rank.expect_tensor(f"make_groups: the sum of the ranks along {axis}", total.cpu(), expected)
+    judge(rank)
+
+
+def judge(rank: Rank) -> None:
+    """The layout that was chosen, by the planner's numbers; worked out once."""
+    problem, note = None, ""
+    if rank.rank == 0:
+        problem, note = judged(rank.exercise.CHOSEN)
+    rank.agree(problem)
+    if note:
+        rank.note(note)
+
+
+def judged(chosen: object) -> tuple[str | None, str]:
+    """What is wrong with it, and what to say of it."""
+    from lockstep.plan.known import known_model
+    from lockstep.plan.machine import parse_cluster
+    from lockstep.plan.search import Question, search
+
+    found = re.fullmatch(r"dp=(\d+),tp=(\d+),pp=(\d+),zero=([0-3])", chosen) if isinstance(chosen, str) else None
+    if found is None:
+        return (
+            "predict first: set CHOSEN to a layout, as lockstep plan --fix takes it: dp=...,tp=...,pp=...,zero=...",
+            "",
+        )
+    network = known_model("llama2-7b")
+    assert network is not None
+    question = Question(network, parse_cluster(CLUSTER), BATCH)
+    best = search(question, 20).plans[0].time.seconds
+    fixed = tuple(zip(("dp", "tp", "pp", "zero"), map(int, found.groups()), strict=True))
+    try:
+        plans = search(replace(question, fixed=fixed), 5).plans
+    except UserError as error:
+        return f"CHOSEN {chosen!r}: {error}", ""
+    if not plans:
+        return f"CHOSEN {chosen!r}: the planner finds no layout like that which is legal and fits", ""
+    seconds = plans[0].time.seconds
+    if seconds > SLOWER * best:
+        return f"CHOSEN {chosen!r}: {seconds:.2f} s a step by the planner, and the best takes {best:.2f} s", ""
+    return None, f"your layout: {seconds:.2f} s a step by the planner, {seconds / best:.2f} of the best"
+
+
+def close(rank: Rank, what: str, got: float, expected: float) -> None:
+    rank.expect(abs(got - expected) <= 1e-9 * max(1.0, expected), f"{what}: expected {expected:.6g}, got {got:.6g}")
+
+
+def explain(logs: list[list[dict[str, Any]]]) -> str | None:
+    """Groups that only some ranks make."""
+    return "every rank must make every group, in the same order: dist.new_group waits for all of them"
