@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow docs lint format clean
 demo: $(INSTALLED)
 	$(BIN)/lockstep demo
 
@@ -14,6 +14,11 @@ test: lint
 # machine that is starved some would never end; what is left out then is told.
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -q -m slow --minutes 35 -rs
+
+# A site of docs/ with the lessons, for a browser, without a network: build/docs/index.html.
+docs: $(INSTALLED)
+	$(BIN)/sphinx-build -q -W --keep-going -j auto -b html docs build/docs
+	@echo build/docs/index.html
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

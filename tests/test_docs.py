@@ -1,0 +1,85 @@
+"""The documentation cannot go stale: what is generated matches the code, what is linked is there, the site builds."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *(DOCS / "results").glob("*.md")])
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def words(text: str) -> list[str]:
+    """Without what another width or release of the help's printer would change."""
+    return re.sub(r"[─│╭╮╰╯-]{2,}", " ", text).split()
+
+
+@pytest.mark.parametrize("name", ["commands.md", "configs.md", "learn.md"])
+def test_what_is_generated_matches_the_code(name: str) -> None:
+    made = generator().PAGES[name]()
+    assert words(made) == words((DOCS / name).read_text()), "run: python docs/make_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor and linked.suffix == ".md":
+            assert anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"(?m)^#+ (.+)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_site_has_every_page() -> None:
+    listed = (DOCS / "index.md").read_text()
+    for page in DOCS.glob("*.md"):
+        assert page.stem == "index" or re.search(rf"(?m)^{page.stem}$", listed), f"{page.name} is on no shelf"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
+    copy = tmp_path / "docs"
+    shutil.copytree(DOCS, copy, ignore=shutil.ignore_patterns("lessons"))
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        str(copy),
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 35
+    for page in pages:
+        loaded = re.findall(r'(?:src|href)="(https?:[^"]+)"', page.read_text())
+        fetched = [url for url in loaded if url.endswith((".js", ".css", ".woff", ".woff2"))]
+        assert not fetched, f"{page.name} loads {fetched[0]} from elsewhere"
