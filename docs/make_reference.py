@@ -55,7 +55,7 @@ def configs_page() -> str:
         first = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".:")
         parts.append(f"| `configs/{file.name}` | {first} |")
     parts.append(
-        "\n## Keys\n\nNested in a file, dotted as flags: `train: {lr: 0.1}` is `--train.lr 0.1`. Flags win over files.\n"
+        "\n## Keys\n\nNested in a file, dotted as flags: `train: {lr: 0.1}` is `--train.lr 0.1`. Flags win.\n"
     )
     for section, classes in sections().items():
         parts.append(f"### {section}\n")
@@ -109,9 +109,9 @@ def described(node: ast.ClassDef) -> tuple[str, str, Fields]:
 
 COURSE = """# The course
 
-Distributed training, built by hand: {count} lessons, from one process to three dimensions, in evenings, on a laptop. Each
-is a text and one file to fill in, and is graded on real ranks: by values against one process, by calls and bytes against the
-law, by memory, and, where that is the point, by what was hidden.
+Distributed training, built by hand: {count} lessons, from one process to three dimensions, in evenings, on a laptop.
+Each is a text and one file to fill in, and is graded on real ranks: by values against one process, by calls and bytes
+against the law, by memory, and, where that is the point, by what was hidden.
 
 ```bash
 lockstep learn start
@@ -119,8 +119,9 @@ cd lockstep-course
 lockstep learn check --watch
 ```
 
-A failure says which rank, which parameter and which element, what was expected and what came, draws the messages between the
-ranks, and calls known mistakes by their names. A hang is cut after ten seconds, with what each rank was waiting for:
+A failure says which rank, which parameter and which element, what was expected and what came, draws the messages
+between the ranks, and calls known mistakes by their names. A hang is cut after ten seconds, with what each rank was
+waiting for:
 
 ```text
 ✗ every rank sends first, and nobody receives: send and receive at once (exchange)
@@ -135,9 +136,9 @@ ranks, and calls known mistakes by their names. A hang is cut after ten seconds,
       │✗╌╌╌╌╌╌╌╌╌ 12 ╌╌╌╌╌╌╌╌╌│         ✗ send of 12, line 60; rank 0 never received it
 ```
 
-`lockstep learn hint` helps in three steps; after a pass `diff` shows the reference beside one's own, and says in which file of
-Lockstep the idea lives in full. `check --share-gpu` grades the same file on ranks that share a GPU. Written by
-`python docs/make_reference.py`.
+`lockstep learn hint` helps in three steps; after a pass `diff` shows the reference beside one's own, and says in
+which file of Lockstep the idea lives in full. `check --share-gpu` grades the same file on ranks that share a GPU.
+Written by `python docs/make_reference.py`.
 
 | lesson | minutes | ranks | needs | also known as |
 | --- | --- | --- | --- | --- |
