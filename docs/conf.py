@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ html_theme = "furo"
 html_title = "Lockstep"
 html_show_sphinx = False
 html_copy_source = False
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_live"]
+html_extra_path = ["_live"]
+sys.path.insert(0, str(Path(__file__).parent))
 suppress_warnings = ["myst.header"]
 LESSONS = Path(__file__).parent / "lessons"
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?!docs/)([^)]+)\)")
@@ -31,6 +34,12 @@ def make_lessons(app: Any) -> None:
         (LESSONS / f"{lesson.slug}.md").write_text(lesson.text, encoding="utf-8")
 
 
+def make_live_pages(app: Any, config: Any) -> None:
+    from make_live import write
+
+    write()
+
+
 def mend_links(app: Any, page: str, source: list[str]) -> None:
     slugs = {lesson.name: lesson.slug for lesson in lessons()}
     text = TO_A_LESSON.sub(lambda found: f"](lessons/{slugs[found[1]]}.md)", source[0])
@@ -38,5 +47,6 @@ def mend_links(app: Any, page: str, source: list[str]) -> None:
 
 
 def setup(app: Any) -> None:
+    app.connect("config-inited", make_live_pages)
     app.connect("builder-inited", make_lessons)
     app.connect("source-read", mend_links)

@@ -54,9 +54,7 @@ def configs_page() -> str:
     for file in sorted(CONFIGS.glob("*.yaml")):
         first = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".:")
         parts.append(f"| `configs/{file.name}` | {first} |")
-    parts.append(
-        "\n## Keys\n\nNested in a file, dotted as flags: `train: {lr: 0.1}` is `--train.lr 0.1`. Flags win.\n"
-    )
+    parts.append("\n## Keys\n\nNested in a file, dotted as flags: `train: {lr: 0.1}` is `--train.lr 0.1`. Flags win.\n")
     for section, classes in sections().items():
         parts.append(f"### {section}\n")
         for title, words, fields in classes:

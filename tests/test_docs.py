@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests.browser import Browser, chromium
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *(DOCS / "results").glob("*.md")])
 
 
-def generator() -> Any:
-    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
+def loaded(name: str) -> Any:
+    """A script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -31,7 +34,7 @@ def words(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["commands.md", "configs.md", "learn.md"])
 def test_what_is_generated_matches_the_code(name: str) -> None:
-    made = generator().PAGES[name]()
+    made = loaded("make_reference").PAGES[name]()
     assert words(made) == words((DOCS / name).read_text()), "run: python docs/make_reference.py"
 
 
@@ -62,7 +65,7 @@ def test_the_site_has_every_page() -> None:
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
     copy = tmp_path / "docs"
-    shutil.copytree(DOCS, copy, ignore=shutil.ignore_patterns("lessons"))
+    shutil.copytree(DOCS, copy, ignore=shutil.ignore_patterns("lessons", "_live"))
     command = [
         sys.executable,
         "-m",
@@ -83,3 +86,40 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) 
         loaded = re.findall(r'(?:src|href)="(https?:[^"]+)"', page.read_text())
         fetched = [url for url in loaded if url.endswith((".js", ".css", ".woff", ".woff2"))]
         assert not fetched, f"{page.name} loads {fetched[0]} from elsewhere"
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    module = loaded("make_live")
+    module.LIVE = tmp_path_factory.mktemp("live")
+    module.write()
+    return Path(module.LIVE)
+
+
+@pytest.mark.skipif(chromium() is None, reason="there is no Chromium here")
+@pytest.mark.parametrize(
+    ("page", "move", "least"),
+    [
+        ("ring.html", "on.click()", 16),
+        ("zero.html", "slider.value = 6; slider.oninput()", 20),
+        ("schedules.html", 'document.getElementById("back").click()', 100),
+    ],
+)
+def test_a_live_page_moves(live: Path, page: str, move: str, least: int) -> None:
+    said = '[...document.querySelectorAll("p, svg text")].map(e => e.textContent).join(" ")'
+    with Browser() as browser:
+        browser.open(live / page)
+        assert browser.run('document.querySelectorAll("svg rect").length') >= least
+        before = browser.run(said)
+        browser.run(f"{{ {move} }}")
+        assert browser.run(said) != before
+        assert browser.problems == []
+        assert browser.fetched == []
+
+
+def test_the_live_ring_sends_what_the_law_says() -> None:
+    module = loaded("make_live")
+    ring = module.played("ring", 4)
+    assert ring["turns"] == 6
+    for rank in range(4):
+        assert sum(m["elements"] for m in ring["messages"] if m["from"] == rank) == 6  # 2(n-1) parts of 4

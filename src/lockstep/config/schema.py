@@ -305,7 +305,8 @@ class Checkpoint:
     """Seconds between two checkpoints, by the first rank's clock, beside `every` or instead of it."""
     in_memory: int = 0
     """Steps between two copies of the state in host memory, which outlive the ranks and vanish with the run: with
-    --max-restarts a lost rank costs at most so many steps, and the disk hears nothing of it. 0: none."""
+    --max-restarts a lost rank costs at most so many steps, and the disk hears nothing of it. Where there are several
+    nodes each keeps a copy of its neighbour's, so that a lost node costs no more. 0: none."""
     keep_last: int = 3
     """How many to keep; 0: all."""
     keep_best: bool = False

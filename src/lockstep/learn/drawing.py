@@ -97,8 +97,10 @@ def events_of(logs: Logs) -> list[Event]:
         kinds: dict[str, list[int]] = {}
         for rank, row in rows.items():
             root = f" at rank {row['peer']}" if row["peer"] is not None else ""
-            kinds.setdefault(f"{row['op']} of {row['elements']:,}{root}, line {row['line']}", []).append(rank)
-        for text, came in kinds.items():
+            kinds.setdefault(f"{row['op']} of {row['elements']:,}{root}", []).append(rank)
+        for kind, came in kinds.items():
+            lines = ", ".join(map(str, dict.fromkeys(rows[rank]["line"] for rank in came)))
+            text = f"{kind}, line {lines}"
             whole = len(came) == size
             missing = [rank for rank in range(size) if rank not in came]
             others = "" if whole else f"; not rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.layout.world import World
 from lockstep.learn.lesson import Lesson
-from lockstep.learn.recorder import Call, Recorder
+from lockstep.learn.recorder import ALIKE, Call, Recorder
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative to the largest element."""
@@ -148,9 +148,11 @@ class Rank:
         """Operation -> how often; others not at all."""
         counted: dict[str, int] = {}
         for call in calls:
-            counted[call.operation] = counted.get(call.operation, 0) + 1
+            name = ALIKE.get(call.operation, call.operation)
+            counted[name] = counted.get(name, 0) + 1
+        expected = {ALIKE.get(name, name): count for name, count in expected.items()}
         problem, known = None, False
-        if counted != dict(expected):
+        if counted != expected:
             problem = f"calls: expected {listed(expected)}; got {listed(counted)}"
             for name, wrong in (mistakes or {}).items():
                 if counted == dict(wrong):

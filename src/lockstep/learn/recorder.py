@@ -35,6 +35,8 @@ PAYLOADS = {  # operation -> positions or names of the argument whose bytes it i
 }
 NEW_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 """torch 2.13's, which the older releases do not have yet."""
+ALIKE = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+"""The same bytes, in one tensor or in a list."""
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 

@@ -64,6 +64,7 @@ def grade(rank: Rank) -> None:
         }
         rank.expect_tensor(f"reduce: gradient {index}", got, right, mistakes)
     rank.expect_calls(calls, {"all_reduce": len(buckets)})
+    rank.expect(all(call.ended for call in calls), "an all-reduce was never waited for: it may come late")
     ended = [call.ended for call in calls]
     in_turn = all(before <= call.issued for before, call in zip(ended, calls[1:], strict=False))
     rank.expect(not in_turn, "it waits for each bucket before it starts the next: start all, then wait")

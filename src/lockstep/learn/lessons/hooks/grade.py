@@ -63,7 +63,7 @@ def grade(rank: Rank) -> None:
             overlapped.finish()
         early = [call for call in calls if call.issued < ended]
         rank.expect(
-            bool(early),
+            len(early) > 0.5 * len(calls),
             "nothing was in flight while backward ran: the all-reduces began after it. A hook starts them in time",
         )
         stood = [call for call in early if 0 < call.ended < ended]

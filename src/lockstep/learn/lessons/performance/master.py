@@ -57,7 +57,7 @@ def amdahl(serial: float, ranks: int) -> float:
 
 
 def speedup(compute: float, nbytes: float, bandwidth: float, ranks: int, hidden: float) -> float:
-    """Of data parallelism: `compute` seconds of one rank, gradients of `nbytes`, a share `hidden` of their ring."""
+    """Of data parallelism: `compute` seconds on one rank, gradients of `nbytes`, a share of whose ring is hidden."""
     #: solution
     ring = 2 * (ranks - 1) / ranks * nbytes / bandwidth
     return compute / (compute / ranks + (1 - hidden) * ring)

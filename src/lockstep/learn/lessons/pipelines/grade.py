@@ -15,7 +15,7 @@ def facts() -> list[str]:
     return [
         f"{STAGES} stages and {MICRO} micro-batches",
         "on 3 stages with 4 micro-batches",
-        "p - 1 forwards and backwards of m + p - 1",
+        "idles for p - 1 of m + p - 1 slots",
         "But 1F1B",
         "in 1F1B two neighbours",
     ]
@@ -63,6 +63,10 @@ def grade(rank: Rank) -> None:
             allowed = min(stages - stage, micro_batches)
             words = "holds all micro-batches at once" if most == micro_batches else f"holds {most} micro-batches"
             rank.expect(most <= allowed, f"stage {stage} of {stages} {words}: {allowed} are enough, of {micro_batches}")
+            serial = (
+                f"stage {stage} of {stages} never has more than {most} in flight: {allowed} would keep all stages busy"
+            )
+            rank.expect(most == allowed, serial)
 
     for stages, micro_batches in ((STAGES, MICRO), (1, 4), (8, 2)):
         share, idle = rank.exercise.bubble(stages, micro_batches), (stages - 1) / (micro_batches + stages - 1)

@@ -56,7 +56,8 @@ def micro_batches_for(stages: int, most: float) -> int:
 def run(order: list[Instruction], module: nn.Module, inputs: list[Tensor], targets: list[Tensor], like: Tensor) -> None:
     """One step of this rank's stage. The first stage has `inputs`, the last `targets`; activations are shaped `like`.
 
-    Afterwards every parameter's gradient is that of the mean over all micro-batches, which have the same size.
+    The last stage's loss of a micro-batch is the mean squared error, over the number of micro-batches: they have the
+    same size, and afterwards every gradient is that of the mean over all of them.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     held: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> what came in, what came out

@@ -14,7 +14,8 @@ POSITIONS, WIDTH, NUMBER, RANKS = 12, 8, 8, 3
 def facts() -> list[str]:
     """Numbers of the text."""
     return [
-        f"{POSITIONS} positions with keys and values of width {WIDTH} of {NUMBER} bytes a number on {RANKS} ranks",
+        f"sequence of {POSITIONS} positions in all, with keys and values of width {WIDTH} of {NUMBER} bytes a number "
+        f"on {RANKS} ranks",
         "log(exp(lse1) + exp(lse2))",
         "exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2",
     ]

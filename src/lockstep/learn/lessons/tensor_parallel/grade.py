@@ -48,6 +48,8 @@ def grade(rank: Rank) -> None:
         rank.expect_tensor(f"{name}: the gradient of x", given[0].grad, right[0][mine], own)
         rank.expect_tensor(f"{name}: the gradient of the first weight", given[1].grad, right[1][units])
         rank.expect_tensor(f"{name}: the gradient of the second weight", given[2].grad, right[2][:, units])
+        shares = weight[mine].sum(0) if sequence else right[3]  # of positions: this rank's own
+        rank.expect_tensor(f"{name}: the gradient of the bias", given[3].grad, shares)
         forward = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1} if sequence else {"all_reduce": 1}
         rank.expect_calls(calls, forward)
         rank.expect_calls(backwards, forward)

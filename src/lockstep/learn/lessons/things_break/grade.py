@@ -1,5 +1,7 @@
 """Diagnoses against what was done to each run."""
 
+from pathlib import Path
+
 from lockstep.learn.lessons.things_break.sabotage import TRUTH
 from lockstep.learn.rank import Rank
 
@@ -24,6 +26,7 @@ def grade(rank: Rank) -> None:
         empty = f"not written yet: ANSWERS[{letter!r}]; look at the run first: python exercise.py {letter}"
         rank.expect(given is not None, empty)
         said, what = given
+        what = Path(what).name if isinstance(what, str) else what
         look = f"run it again (python exercise.py {letter}): {EVIDENCE[letter]}"
         rank.expect(said == cause, f"{letter}: it is not {said}. {look[0].upper()}{look[1:]}")
         if letter in ("a", "b", "c"):

@@ -25,7 +25,7 @@ def facts() -> list[str]:
         "bytes = P / (tp pp) * (2 + 2 + 12 / dp)",
         f"global batch {BATCH}",
         "Llama 2 7B",
-        "A100 with 40 GB",
+        "A100s with 40 GB",
     ]
 
 
@@ -94,8 +94,8 @@ def judged(chosen: object) -> tuple[str | None, str]:
     from lockstep.plan.machine import parse_cluster
     from lockstep.plan.search import Question, search
 
-    found = re.fullmatch(r"dp=(\d+),tp=(\d+),pp=(\d+),zero=([0-3])", chosen) if isinstance(chosen, str) else None
-    if found is None:
+    parts = dict(re.findall(r"(dp|tp|pp|zero)=(\d+)", chosen)) if isinstance(chosen, str) else {}
+    if not {"dp", "zero"} <= parts.keys():
         return (
             "predict first: set CHOSEN to a layout, as lockstep plan --fix takes it: dp=...,tp=...,pp=...,zero=...",
             "",
@@ -104,7 +104,7 @@ def judged(chosen: object) -> tuple[str | None, str]:
     assert network is not None
     question = Question(network, parse_cluster(CLUSTER), BATCH)
     best = search(question, 20).plans[0].time.seconds
-    fixed = tuple(zip(("dp", "tp", "pp", "zero"), map(int, found.groups()), strict=True))
+    fixed = tuple((name, int(parts.get(name, 1))) for name in ("dp", "tp", "pp", "zero"))
     try:
         plans = search(replace(question, fixed=fixed), 5).plans
     except UserError as error:

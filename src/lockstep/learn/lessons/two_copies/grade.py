@@ -16,8 +16,9 @@ def facts() -> list[str]:
 
 
 def grade(rank: Rank) -> None:
-    pieces = [len(piece) for piece in rank.exercise.split(torch.arange(11), 3)]
-    rank.expect(pieces == [4, 4, 3], f"split of 11 rows in 3: expected pieces of [4, 4, 3], got {pieces}")
+    for rows, wanted in ((11, [4, 4, 3]), (7, [3, 2, 2])):
+        pieces = [len(piece) for piece in rank.exercise.split(torch.arange(rows), 3)]
+        rank.expect(pieces == wanted, f"split of {rows} rows in 3: expected pieces of {wanted}, got {pieces}")
     for copies in (2, 3):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)).double().to(rank.device)

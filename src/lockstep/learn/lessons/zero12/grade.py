@@ -14,7 +14,7 @@ def facts() -> list[str]:
     """Numbers of the text."""
     return [
         f"moments of {PARAMETERS:,} parameters of {NUMBER} bytes, sharded over {RANKS} ranks",
-        "stages 1 and 2",
+        "communication of stage 2",
         "(ZeRO stage 1)",
         "(stage 2)",
     ]
@@ -67,9 +67,9 @@ def grade(rank: Rank) -> None:
 
 
 def state_bytes(optimizer: object) -> int:
-    """Of the tensors that it keeps, without the parameters and its own piece of them."""
-    tensors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
-    return sum(t.nbytes for t in tensors) - (tensors[0].nbytes if len(tensors) == 3 else 0)
+    """Of its two moments."""
+    moments = [getattr(optimizer, name, None) for name in ("first", "second")]
+    return sum(moment.untyped_storage().nbytes() for moment in moments if isinstance(moment, Tensor))
 
 
 def own_only(before: nn.Module, after: nn.Module, rank: int, size: int) -> nn.Module:

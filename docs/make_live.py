@@ -1,0 +1,170 @@
+"""Writes the live pages of the site into docs/_live, from the code itself; `make docs` calls it.
+
+    ring.html        all-reduces turn by turn: comm/algorithms.py's run here, over queues in place of a network
+    schedules.html   pipeline schedules, as lockstep schedule draws them
+    zero.html        what a rank holds at each ZeRO stage, by the planner
+
+python docs/make_live.py
+"""
+
+import json
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.algorithms import ALGORITHMS
+from lockstep.parallel.schedule import pipeline_schedule, placement_of
+from lockstep.parallel.schedule_clock import Costs, timetable
+from lockstep.plan.known import known_model
+from lockstep.plan.layout import Layout
+from lockstep.plan.machine import parse_cluster
+from lockstep.plan.memory import memory_of
+from lockstep.plan.search import Question
+from lockstep.schedule.page import write_page
+
+LIVE = Path(__file__).parent / "_live"
+RANKS = 4
+SHOWN = ("naive", "tree", "ring", "recursive_doubling", "halving_doubling")
+
+
+class Queues:
+    """Stands in for a network: what is sent from one rank to another, in order; and all that was sent, by turns."""
+
+    def __init__(self, size: int) -> None:
+        self.lines = {(a, b): queue.Queue[Any]() for a in range(size) for b in range(size)}
+        self.sent: list[dict[str, int]] = []
+        self.held: list[dict[str, Any]] = []
+
+
+class QueueWire:
+    """What the algorithms know of a wire: `rank`, `size`, `exchange`, `send`, `receive`."""
+
+    ranks_per_node = 1
+
+    def __init__(self, rank: int, size: int, queues: Queues, flat: Tensor) -> None:
+        self.rank, self.size, self.ranks, self.queues, self.flat = rank, size, list(range(size)), queues, flat
+        self.turn = 0
+
+    def among(self, ranks: list[int]) -> "QueueWire":
+        assert ranks == self.ranks, "for numbers of ranks that are a power of two"
+        return self
+
+    def look(self) -> None:
+        """What this rank holds now."""
+        self.queues.held.append({"turn": self.turn, "rank": self.rank, "values": [int(v) for v in self.flat]})
+
+    def exchange(self, send: Sequence[Any] = (), receive: Sequence[Any] = ()) -> "Arriving":
+        self.look()
+        for tensor, to in send:
+            if tensor.numel():
+                row = {"turn": self.turn, "from": self.rank, "to": to, "elements": tensor.numel()}
+                self.queues.sent.append({**row, "first": self._place(tensor)})
+                self.queues.lines[self.rank, to].put((self.turn, tensor.clone()))
+        return Arriving(self, [(tensor, source) for tensor, source in receive if tensor.numel()])
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        self.exchange(send=[(tensor, to)]).wait()
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        self.exchange(receive=[(tensor, source)]).wait()
+
+    def _place(self, tensor: Tensor) -> int:
+        """Where in the whole it lies."""
+        return (tensor.data_ptr() - self.flat.data_ptr()) // tensor.element_size()
+
+
+class Arriving:
+    def __init__(self, wire: QueueWire, messages: list[Any]) -> None:
+        self.wire, self.messages = wire, messages
+
+    def wait(self) -> None:
+        wire, turn = self.wire, self.wire.turn
+        for tensor, source in self.messages:
+            sent_in, content = wire.queues.lines[source, wire.rank].get(timeout=30)
+            tensor.copy_(content)
+            turn = max(turn, sent_in)
+        wire.turn = turn + 1
+        self.messages = []
+
+
+def played(algorithm: str, size: int) -> dict[str, Any]:
+    """Every rank a thread; rank r's numbers are 2^r, so that a sum says whose numbers are in it."""
+    queues = Queues(size)
+    flats = [torch.full((size,), float(2**rank), dtype=torch.float64) for rank in range(size)]
+    wires = [QueueWire(rank, size, queues, flats[rank]) for rank in range(size)]
+
+    def add(target: Tensor, received: Tensor, out: Tensor) -> None:
+        torch.add(target, received, out=out)
+
+    def run(rank: int) -> None:
+        ALGORITHMS[algorithm](wires[rank], flats[rank], add)  # type: ignore[arg-type]
+        wires[rank].look()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert all(bool((flat == 2**size - 1).all()) for flat in flats), algorithm
+    turns = 1 + max(message["turn"] for message in queues.sent)
+    messages = sorted(queues.sent, key=lambda m: (m["turn"], m["from"]))
+    held = sorted(queues.held, key=lambda h: h["turn"])
+    return {"name": algorithm, "ranks": size, "turns": turns, "messages": messages, "held": held}
+
+
+def memory_by_stage() -> dict[str, Any]:
+    """Llama 2 7B in bf16, one sample on a rank, recomputed: GiB by ranks, stage and kind, by the planner."""
+    network = known_model("llama2-7b")
+    assert network is not None
+    found = {}
+    for ranks in (1, 2, 4, 8, 16, 32, 64):
+        question = Question(network, parse_cluster(f"{max(1, ranks // 8)}x{min(8, ranks)}xh100"), ranks)
+        for stage in range(4):
+            layout = Layout(dp=ranks, zero=stage, micro_batch=1, global_batch=ranks, recompute="full")
+            kinds = memory_of(question.setting(layout)).kinds
+            found[f"{ranks}/{stage}"] = {kind: nbytes / 2**30 for kind, nbytes in kinds.items()}
+    return {"capacity": 80, "held": found}
+
+
+def page(title: str, text: str, script: str, data: Any) -> str:
+    style = (Path(__file__).parent / "live.css").read_text(encoding="utf-8")
+    code = (Path(__file__).parent / script).read_text(encoding="utf-8")
+    values = json.dumps(data).replace("<", "\\u003c")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{style}</style><h1>{title}</h1><p>{text}</p><main></main>"
+        f"<script>const data = {values};\n{code}</script></html>\n"
+    )
+
+
+def write() -> None:
+    LIVE.mkdir(exist_ok=True)
+    algorithms = [played(name, RANKS) for name in SHOWN]
+    words = (
+        f"All-reduce on {RANKS} ranks, turn by turn. Each rank begins with numbers of its own, a cell for each part of "
+        "the tensor; a cell is full when the numbers of all ranks are in it. Drag the slider or use the arrow keys."
+    )
+    (LIVE / "ring.html").write_text(
+        page("All-reduce, turn by turn", words, "live_ring.js", algorithms), encoding="utf-8"
+    )
+    words = (
+        "Llama 2 7B in bf16 with AdamW, one sequence of 4,096 tokens on each rank, recomputed: what a rank holds, by "
+        "the planner (lockstep plan llama2-7b). The line is a GPU with 80 GB."
+    )
+    (LIVE / "zero.html").write_text(page("What ZeRO saves", words, "live_zero.js", memory_by_stage()), encoding="utf-8")
+    pictures = {}
+    for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1"):
+        chunks = 2 if name == "interleaved" else 1
+        schedule = pipeline_schedule(name, 4, 8, chunks)
+        pictures[name] = timetable(schedule, placement_of(name, 4, chunks), Costs())
+    write_page("Pipeline schedules", "4 stages, 8 micro-batches, backward twice as long as forward.", pictures,
+               LIVE / "schedules.html")  # fmt: skip
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,123 @@
+"""Every shell block of the pages runs, shortened, or stands here with a reason; every Python block is checked."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from tests.ranks import LONG
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REASONS = {  # how a command begins -> why no test of these pages runs it
+    "make ": "it is what runs the tests, or installs",
+    "nsys ": "needs Nsight Systems and a GPU; the ranges were seen on an H200",
+    "srun ": "needs Slurm: tests/test_slurm.py runs it where there is one",
+    "deepspeed ": "needs four GPUs; tests/test_launch.py starts DeepSpeed's launcher",
+    "torchrun --nnodes=2": "needs two nodes; tests/test_cluster.py has two",
+    "lockstep verify --share-gpu": "needs a GPU: tests/test_gpu.py",
+    "lockstep train configs/gpt2_small.yaml": "needs a GPU; docs/results/h200 has it",
+    "lockstep train --data.name mnist": "needs data that a test must not download",
+    "lockstep train --model.import my_nets": "my_nets is the reader's; tests/test_own.py trains such a one",
+    "lockstep verify --model.import my_nets": "the same",
+    "lockstep verify --model.name hf": "my-llama is the reader's; tests/test_hf.py makes one",
+    "lockstep train --model.name hf": "the same",
+    "lockstep plan --hf": "config.json is the reader's; tests/test_plan_models.py reads such files",
+    "lockstep plan my_package": "my_package is the reader's; tests/test_plan_models.py traces such a module",
+    "lockstep plan configs/gpt_text.yaml --cluster here": "needs calibrate; tests/test_plan_commands.py does both",
+    "lockstep learn": "tests/test_learn.py goes through it",
+    "cd ": "no command of ours",
+}
+SHORTER = {
+    "train": ["--train.steps", "2", "--train.evaluate-every", "0", "--checkpoint.every", "1"],
+    "profile": ["--steps", "1", "--warmup", "1"],
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.S | re.M)
+
+
+def lines_of(page: Path) -> list[str]:
+    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    lines = [re.sub(r"\s#\s.*", "", line).strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def reason(line: str) -> str | None:
+    return next((why for start, why in REASONS.items() if line.startswith(start)), None)
+
+
+def run(line: str, folder: Path) -> None:
+    words = shlex.split(line)
+    command = [sys.executable, "-m", "lockstep", *words[1:]] if words[0] == "lockstep" else None
+    if words[0] == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    assert command is not None, f"no test knows how to run {words[0]!r}"
+    if "train" in words or "profile" in words:
+        kind = "train" if "train" in words else "profile"
+        command += SHORTER[kind]
+        if "--run-dir" not in words:
+            command += ["--run-dir", f"runs/{abs(hash(line))}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def is_quick(line: str) -> bool:
+    return line.startswith(("lockstep plan", "lockstep launch"))
+
+
+def page_params(quick: bool) -> list[str]:
+    chosen = []
+    for page in PAGES:
+        if any(reason(line) is None and is_quick(line) == quick for line in lines_of(page)):
+            chosen.append(str(page.relative_to(ROOT)))
+    return chosen
+
+
+def folder_with_configs(folder: Path) -> Path:
+    (folder / "configs").symlink_to(ROOT / "configs")
+    return folder
+
+
+@pytest.mark.parametrize("page", page_params(quick=True))
+def test_quick_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+    for line in lines_of(ROOT / page):
+        if reason(line) is None and is_quick(line):
+            run(line, folder_with_configs(tmp_path) if not (tmp_path / "configs").exists() else tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", page_params(quick=False))
+def test_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+    """In order, in one folder: a later one may go on from an earlier one's."""
+    folder_with_configs(tmp_path)
+    for line in lines_of(ROOT / page):
+        if reason(line) is None and not is_quick(line):
+            run(line, tmp_path)
+
+
+def test_every_reason_is_needed() -> None:
+    lines = [line for page in PAGES for line in lines_of(page)]
+    for start in REASONS:
+        assert any(line.startswith(start) for line in lines), f"no page has {start!r} any more"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_of_a_page_is_python_and_names_what_there_is(page: Path) -> None:
+    """docs/api.md's examples run as they are, in tests/test_api.py; the others are excerpts."""
+    for block in blocks(page, "python"):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lockstep":
+                assert hasattr(lockstep, node.attr), f"{page.name}: lockstep.{node.attr}"
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lockstep"):
+                module = __import__(node.module, fromlist=["x"])
+                assert all(hasattr(module, alias.name) for alias in node.names), f"{page.name}: {ast.unparse(node)}"
