@@ -7,7 +7,7 @@ import pytest
 from lockstep.chaos.faults import ALL, BY_NAME
 from lockstep.chaos.round import Round, Setting, play, undisturbed
 from lockstep.cli import main
-from lockstep.cli.chaos import mistakes_of
+from lockstep.cli.chaos import lateness_of, mistakes_of
 from lockstep.config import load_config, save_config
 
 
@@ -70,3 +70,11 @@ def test_a_run_survives(name: str, setting: Setting, expected: dict[str, object]
     found = play(setting, fault, 1, 35, 0, expected)
     assert mistakes_of(found) == [], found.output
     assert Path(setting.folder).exists()
+
+
+def test_what_was_later_than_meant_is_said() -> None:
+    assert lateness_of(Round("kill-rank", named=1.9, resumed=14.0), timeout=5.0) == []
+    assert lateness_of(Round("stop-rank", named=6.9, resumed=14.0), timeout=5.0) == []  # a hang, and its time-out
+    late = lateness_of(Round("kill-rank", named=2.8, resumed=42.0), timeout=5.0)
+    assert late == ["kill-rank was named after 2.8 s, not 2", "kill-rank went on after 42.0 s, not 15"]
+    assert lateness_of(Round("taken-port", named=9.0), timeout=5.0) == []
