@@ -1,6 +1,7 @@
 """Writes the live pages of the site into docs/_live, from the code itself; `make docs` calls it.
 
     ring.html        all-reduces turn by turn: comm/algorithms.py's run here, over queues in place of a network
+    overlap.html     buckets beside backward, by parallel/bucket.py's way of filling them
     schedules.html   pipeline schedules, as lockstep schedule draws them
     zero.html        what a rank holds at each ZeRO stage, by the planner
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.algorithms import ALGORITHMS
+from lockstep.parallel.bucket import assign_buckets
 from lockstep.parallel.schedule import pipeline_schedule, placement_of
 from lockstep.parallel.schedule_clock import Costs, timetable
 from lockstep.plan.known import known_model
@@ -131,6 +133,27 @@ def memory_by_stage() -> dict[str, Any]:
     return {"capacity": 80, "held": found}
 
 
+LAYERS, LAYER_MB, BACKWARD_MS = 24, 4.0, 2.0
+LATENCY_MS, GB_PER_S = 0.2, 2.0
+
+
+def overlap(cap_mb: float) -> dict[str, Any]:
+    """Backward of equal layers, and the all-reduces of its buckets on two ranks over one link, one after the other."""
+    sizes = [LAYER_MB * 2**20] * LAYERS
+    gradients = [torch.empty(int(size) // 4, device="meta") for size in sizes]
+    buckets = assign_buckets(gradients, cap_mb * 2**20)  # from the last layer on
+    free, spans, layer = 0.0, [], 0
+    for bucket in buckets:
+        layer += len(bucket)
+        ready = layer * BACKWARD_MS
+        start = max(ready, free)
+        free = start + 2 * LATENCY_MS + sum(t.nbytes for t in bucket) / (GB_PER_S * 1e6)  # 2(n-1)/n is 1 on two ranks
+        spans.append({"layers": len(bucket), "ready": ready, "start": start, "end": free})
+    backward = LAYERS * BACKWARD_MS
+    total = sum(span["end"] - span["start"] for span in spans)
+    return {"cap": cap_mb, "backward": backward, "spans": spans, "exposed": max(0.0, free - backward), "total": total}
+
+
 def page(title: str, text: str, script: str, data: Any) -> str:
     style = (Path(__file__).parent / "live.css").read_text(encoding="utf-8")
     code = (Path(__file__).parent / script).read_text(encoding="utf-8")
@@ -152,6 +175,13 @@ def write() -> None:
     (LIVE / "ring.html").write_text(
         page("All-reduce, turn by turn", words, "live_ring.js", algorithms), encoding="utf-8"
     )
+    words = (
+        f"Backward of {LAYERS} layers with {LAYER_MB:g} MiB of gradients each, {BACKWARD_MS:g} ms a layer, on two ranks "
+        f"joined by {GB_PER_S:g} GB/s with {LATENCY_MS:g} ms for each message. Buckets are filled from the last layer on, "
+        "and sent when they are full."
+    )
+    caps = [overlap(cap) for cap in (0, 8, 12, 16, 24, 32, 48, 96)]
+    (LIVE / "overlap.html").write_text(page("Buckets and overlap", words, "live_overlap.js", caps), encoding="utf-8")
     words = (
         "Llama 2 7B in bf16 with AdamW, one sequence of 4,096 tokens on each rank, recomputed: what a rank holds, by "
         "the planner (lockstep plan llama2-7b). The line is a GPU with 80 GB."

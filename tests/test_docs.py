@@ -101,6 +101,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("page", "move", "least"),
     [
         ("ring.html", "on.click()", 16),
+        ("overlap.html", "slider.value = 7; slider.oninput()", 5),
         ("zero.html", "slider.value = 6; slider.oninput()", 20),
         ("schedules.html", 'document.getElementById("back").click()', 100),
     ],
@@ -115,6 +116,14 @@ def test_a_live_page_moves(live: Path, page: str, move: str, least: int) -> None
         assert browser.run(said) != before
         assert browser.problems == []
         assert browser.fetched == []
+
+
+def test_the_live_buckets_have_a_best_size() -> None:
+    """Too small: latency; too large: nothing can start in time."""
+    exposed = [loaded("make_live").overlap(cap)["exposed"] for cap in (0, 8, 12, 16, 24, 32, 48, 96)]
+    best = exposed.index(min(exposed))
+    assert 0 < best < len(exposed) - 1
+    assert exposed[-1] > 2 * min(exposed)
 
 
 def test_the_live_ring_sends_what_the_law_says() -> None:
