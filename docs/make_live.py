@@ -176,9 +176,9 @@ def write() -> None:
         page("All-reduce, turn by turn", words, "live_ring.js", algorithms), encoding="utf-8"
     )
     words = (
-        f"Backward of {LAYERS} layers with {LAYER_MB:g} MiB of gradients each, {BACKWARD_MS:g} ms a layer, on two ranks "
-        f"joined by {GB_PER_S:g} GB/s with {LATENCY_MS:g} ms for each message. Buckets are filled from the last layer on, "
-        "and sent when they are full."
+        f"Backward of {LAYERS} layers with {LAYER_MB:g} MiB of gradients each, {BACKWARD_MS:g} ms a layer, on two "
+        f"ranks joined by {GB_PER_S:g} GB/s with {LATENCY_MS:g} ms for each message. Buckets are filled from the last "
+        "layer on, and sent when they are full."
     )
     caps = [overlap(cap) for cap in (0, 8, 12, 16, 24, 32, 48, 96)]
     (LIVE / "overlap.html").write_text(page("Buckets and overlap", words, "live_overlap.js", caps), encoding="utf-8")
