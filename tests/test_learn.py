@@ -1,7 +1,12 @@
 """The course: skeletons fail with their own message, solutions pass, and known mistakes are called by their names."""
 
 import re
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -12,6 +17,7 @@ from lockstep.learn.course import Course
 from lockstep.learn.drawing import draw
 from lockstep.learn.lesson import MOST_LINES, Lesson, lesson_named, lessons
 from lockstep.learn.master import parse, render, wrong_names
+from tests.ranks import LONG
 
 IN_ORDER = [pytest.param(lesson, id=lesson.slug) for lesson in lessons()]
 WRONG = [pytest.param(lesson, name, id=f"{lesson.slug}-{name}") for lesson in lessons() for name in lesson.wrong_names]
@@ -231,3 +237,34 @@ def test_an_exercise_that_never_ends_is_cut(tmp_path: Path) -> None:
     outcome = check(lesson, file)
     assert not outcome.passed
     assert re.search(r"did not end within 10 s: it is at exercise.py line \d+", outcome.problem)
+
+
+@pytest.mark.slow
+def test_watching_grades_whenever_the_file_is_saved(tmp_path: Path) -> None:
+    first, second = lessons()[:2]
+    course = Course.start(tmp_path / "mine")
+    command = [sys.executable, "-u", "-m", "lockstep", "learn", "check", "--watch", "--dir", str(course.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watching:
+        assert watching.stdout is not None
+        limit = threading.Timer(LONG, watching.kill)
+        limit.start()
+        try:
+            seen = said_until(watching.stdout, "not yet")
+            assert "predict first" in seen
+            course.file(first).write_text(first.solution)
+            said_until(watching.stdout, "passed in")
+            assert second.slug in said_until(watching.stdout, "watching")  # on to the next one
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait() == 130
+        finally:
+            limit.cancel()
+            watching.kill()
+
+
+def said_until(stream: IO[str], word: str) -> str:
+    seen = ""
+    for line in stream:
+        seen += line
+        if word in line:
+            return seen
+    raise AssertionError(f"{word!r} never came:\n{seen}")
