@@ -46,6 +46,7 @@ def test_a_solution_passes(lesson: Lesson, tmp_path: Path) -> None:
         assert guess.predicted == pytest.approx(guess.measured, rel=0.02), guess.asks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lesson", IN_ORDER)
 def test_a_skeleton_says_what_to_write(lesson: Lesson, tmp_path: Path) -> None:
     outcome = outcome_of(lesson, lesson.skeleton, tmp_path)
