@@ -101,14 +101,20 @@ MASTER = """\
 def f(x):
     #: solution
     return x + 1
-    #: skeleton
-    # raise NotImplementedError("add")
+    #: todo add
     #: wrong twice
     # if x:
     #     return x + 2
     # return 2
     #: end
 """
+
+
+def test_a_skeleton_may_be_other_code_than_a_todo() -> None:
+    constant = "#: solution\nBYTES = 8\n#: skeleton\n# BYTES = None  # say it\n#: end\n"
+    assert render(constant, "skeleton") == "BYTES = None  # say it\n"
+    more = "def f():\n    #: solution\n    yield 1\n    #: todo one\n    # yield\n    #: end\n"
+    assert render(more, "skeleton") == 'def f():\n    raise NotImplementedError("one")\n    yield\n'
 
 
 def test_one_master_makes_them_all() -> None:
@@ -152,7 +158,7 @@ def test_messages_are_drawn() -> None:
     assert "◀" in lines[2]
     assert "═" in lines[3]
     assert "all_reduce of 12" in lines[3]
-    assert "recv of 4 from rank 0, which sent nothing" in lines[4]
+    assert "recv of 4, line 7; rank 0 never sent it" in lines[4]
 
 
 def test_a_collective_that_one_rank_does_not_come_to() -> None:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint import manifest
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.errors import UserError
 from lockstep.launch.calls import PATIENT
 from lockstep.layout import Held
@@ -140,14 +141,11 @@ class Checkpoints:
         part = self.folder / f".{name}.part"
         problem = self._agree(self._attempt(lambda: self._make_folder(part)))
         files: dict[str, dict[str, Any]] = {}
-        everyone: list[Any] = [None] * self.world.size
+        everyone: list[dict[str, dict[str, Any]]] = []
         if problem is None:
             problem = self._agree(self._attempt(lambda: files.update(self._write_files(state, part))))
         if problem is None:
-            if self.group is not None:
-                dist.all_gather_object(everyone, files, group=self.group)
-            else:
-                everyone = [files]
+            everyone = self._gather(files)
             problem = self._agree(self._copy(part, everyone))
         if problem is None:
             complete = None
@@ -174,12 +172,14 @@ class Checkpoints:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
 
+    def _gather(self, value: Any) -> list[Any]:
+        return [value] if self.group is None else all_gather_objects(value, self.group)
+
     def _agree(self, problem: str | None) -> str | None:
         """The first rank's problem that has one."""
         if self.group is None:
             return problem
-        everyone: list[str | None] = [None] * self.world.size
-        dist.all_gather_object(everyone, problem, group=self.group)
+        everyone = self._gather(problem)
         return next((f"rank {rank}: {p}" for rank, p in enumerate(everyone) if p is not None), None)
 
     @property

@@ -47,17 +47,24 @@ def check(folder: Path) -> None:
         if name not in files:
             raise DamagedError(f"{folder / MANIFEST} does not list {name}: this is not a whole checkpoint")
     for name, (size, digest) in files.items():
-        file = folder / name
-        try:
-            if file.is_symlink() or not file.is_file():
-                raise DamagedError(f"{file} is missing, or no file")
-            found = file.stat().st_size
-            if found != size:
-                raise DamagedError(f"{file} has {found:,} bytes instead of {size:,}")
-            if checksum(file) != digest:
-                raise DamagedError(f"{file} has been changed: its checksum differs")
-        except OSError as error:
-            raise DamagedError(f"{file} cannot be read ({error.strerror})") from error
+        damage = damage_of(folder / name, size, digest)
+        if damage is not None:
+            raise DamagedError(damage)
+
+
+def damage_of(file: Path, size: int, digest: str) -> str | None:
+    """What is wrong with a file that should have this size and checksum; None: it is whole."""
+    try:
+        if file.is_symlink() or not file.is_file():
+            return f"{file} is missing, or no file"
+        found = file.stat().st_size
+        if found != size:
+            return f"{file} has {found:,} bytes instead of {size:,}"
+        if checksum(file) != digest:
+            return f"{file} has been changed: its checksum differs"
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror})"
+    return None
 
 
 def listed(folder: Path) -> dict[str, tuple[int, str]]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.checkpoints import Checkpoints, Saved, load_checkpoint
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.layout.world import World
 
 LISTS = (manifest.METADATA, manifest.RUN, manifest.MANIFEST)
@@ -37,8 +38,7 @@ def nodes_of(home: Path, world: World, group: dist.ProcessGroup | None) -> list[
     """The ranks of each node, the first rank's node first. A node is a place that keeps memory of its own."""
     if group is None:
         return [[world.rank]]
-    places: list[Any] = [None] * world.size
-    dist.all_gather_object(places, (platform.node(), str(home)), group=group)
+    places = all_gather_objects((platform.node(), str(home)), group)
     return [[rank for rank, p in enumerate(places) if p == place] for place in dict.fromkeys(places)]
 
 
@@ -113,30 +113,25 @@ class CheckpointsOnNodes(Checkpoints):
         if problem is None:
             listed = manifest.listed(folder)
             mine = [name for name, _, to in transfers if to == self.world.rank]
-            changed = [name for name in mine if manifest.checksum(folder / name) != listed[name][1]]
-            problem = f"{changed[0]} has been changed in flight" if changed else None
+            damage = [manifest.damage_of(folder / name, *listed[name]) for name in mine]
+            problem = next((d for d in damage if d is not None), None)
         problem = self._agree(problem)
         if problem is not None:
             raise manifest.DamagedError(f"{folder}: {problem}")
 
     # ---- what ranks send each other ----------------------------------------------------------------------------
 
-    def _gather(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
-
     def _spread(self, folder: Path, names: Iterable[str], source: int) -> str | None:
         """Small files of one rank, to every node; what went wrong on this rank."""
-        names = tuple(names)
-        content: list[Any] = [None]
+        content: dict[str, bytes] = {}
         problem = None
         if self.world.rank == source:
-            problem = self._attempt(lambda: content.__setitem__(0, [(folder / name).read_bytes() for name in names]))
-        dist.broadcast_object_list(content, group=self.group, group_src=source)
-        if self.publishes and self.world.rank != source and content[0] is not None:
+            problem = self._attempt(lambda: content.update({name: (folder / name).read_bytes() for name in names}))
+        sent: list[Any] = [content]
+        dist.broadcast_object_list(sent, group=self.group, group_src=source)
+        if self.publishes and self.world.rank != source and sent[0]:
             problem = self._attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
-            for name, block in zip(names, content[0], strict=True):
+            for name, block in sent[0].items():
                 problem = problem or self._attempt(partial(_write, folder / name, block))
         return problem
 
@@ -174,17 +169,7 @@ def _whole_files(folder: Path) -> tuple[dict[str, tuple[int, str]], set[str]]:
         listed = manifest.listed(folder)
     except manifest.DamagedError:
         return {}, set()
-    whole = set()
-    for name, (size, digest) in listed.items():
-        file = folder / name
-        if (
-            file.is_file()
-            and not file.is_symlink()
-            and file.stat().st_size == size
-            and manifest.checksum(file) == digest
-        ):
-            whole.add(name)
-    return listed, whole
+    return listed, {name for name, known in listed.items() if manifest.damage_of(folder / name, *known) is None}
 
 
 def _read(file: Path) -> torch.Tensor:

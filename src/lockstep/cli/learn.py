@@ -4,7 +4,9 @@ import difflib
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from rich.markdown import Markdown
 from rich.syntax import Syntax
 
@@ -16,6 +18,8 @@ from lockstep.learn.lesson import Lesson, lessons
 from lockstep.words import counted
 
 VERBS = ("start", "list", "next", "check", "hint", "diff", "solution", "reset")
+Verb = Annotated[str, tyro.conf.arg(metavar="VERB", help_behavior_hint=""), tyro.conf.Positional]
+Which = Annotated[str, tyro.conf.arg(metavar="[LESSON]", help_behavior_hint=""), tyro.conf.Positional]
 LOOK_EVERY = 0.3
 """Seconds between two looks at a file that is watched."""
 
@@ -38,6 +42,10 @@ class LearnArguments:
     lockstep learn check 4 --share-gpu
     """
 
+    verb: Verb = ""
+    """start, list, next, check, hint, diff, solution or reset."""
+    lesson: Which = ""
+    """A number or a name; of start, the folder to make."""
     watch: bool = False
     """check: again whenever the file is saved, on to the next lesson when it passes; Ctrl-C ends it."""
     share_gpu: bool = False
@@ -47,18 +55,11 @@ class LearnArguments:
 
 
 def main(argv: list[str]) -> int:
-    words = [word for word in argv if not word.startswith("-")]
-    flags = argv[: argv.index(words[0])] + argv[argv.index(words[0]) + 1 :] if words else argv
-    if not words:
-        parse(LearnArguments, argv or ["--help"], "learn")  # --help, or a flag without a verb
-        raise UserError(f"say what to do: lockstep learn {'|'.join(VERBS)}")
-    verb = words[0]
+    arguments = parse(LearnArguments, argv or ["--help"], "learn")
+    verb, named = arguments.verb, arguments.lesson or None
     if verb not in VERBS:
-        raise UserError(f"lockstep learn {verb}: there are {', '.join(VERBS)}")
-    named = None
-    if flags and not flags[0].startswith("-"):
-        named, flags = flags[0], flags[1:]
-    arguments = parse(LearnArguments, flags, "learn")
+        given = f"learn {verb}: there is no such word" if verb else "learn: say what to do"
+        raise UserError(f"{given}; lockstep learn {'|'.join(VERBS)}")
     if verb == "start":
         return start(Path(named or DEFAULT))
     course = Course.at(Path(arguments.dir))

@@ -56,7 +56,7 @@ def check(lesson: Lesson, file: Path, share_gpu: bool = False, patience: float =
 def on_ranks(lesson: Lesson, file: Path, size: int, share_gpu: bool, seconds: float) -> Outcome:
     device, backend = ("cuda", None) if share_gpu else ("cpu", "gloo" if size > 1 else None)
     launch = Launch(size, device, backend, share_gpu and size > 1, seconds, oversubscribe=True)  # type: ignore[arg-type]
-    graded = Graded()
+    graded, failed = Graded(), None
     with tempfile.TemporaryDirectory(prefix="lockstep-learn-") as folder:
         try:
             graded = run_on_ranks(
@@ -66,12 +66,11 @@ def on_ranks(lesson: Lesson, file: Path, size: int, share_gpu: bool, seconds: fl
                 start_method="forkserver",
             )[0]
         except (UserError, RankError) as error:
-            logs = read_logs(Path(folder), size)
-            graded.problem = _in_words(error, file, logs, seconds)
-            known = lesson.explain(logs) if isinstance(error, RankError) else None
-            if known:
-                graded.problem = f"{known}\n{graded.problem}"
+            failed = error
         logs = read_logs(Path(folder), size)
+    if failed is not None:
+        known = lesson.explain(logs) if isinstance(failed, RankError) else None
+        graded.problem = "\n".join([*([known] if known else []), _in_words(failed, file, logs, seconds)])
     if not graded.problem:
         return Outcome(True, ranks=size, guesses=graded.guesses, notes=graded.notes)
     apart = next((e for e in events_of(logs) if e.came and not e.whole), None) if size > 1 else None

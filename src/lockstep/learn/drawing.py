@@ -4,7 +4,7 @@ rank 0      rank 1      rank 2
   │──── 4 ───▶│           │        isend of 4, line 21
   │           │──── 4 ───▶│        isend of 4, line 21
   │◀──────── 4 ───────────│        isend of 4, line 21
-  ╞═══════════╪═══════════╡        all_reduce of 12, line 30
+  ╪═══════════╪═══════════╪        all_reduce of 12, line 30
 """
 
 import json
@@ -87,10 +87,11 @@ def events_of(logs: Logs) -> list[Event]:
                 if sent:
                     sent.pop(0).whole = True
                 else:
-                    text = f"{row['op']} of {row['elements']:,} from rank {row['peer']}, which sent nothing"
-                    found.append(
-                        Event(row["at"], f"{text}, line {row['line']}", row["peer"], rank, row["elements"], whole=False)
-                    )
+                    text = f"{row['op']} of {row['elements']:,}, line {row['line']}; rank {row['peer']} never sent it"
+                    found.append(Event(row["at"], text, row["peer"], rank, row["elements"], whole=False))
+    for events in waiting.values():
+        for event in events:
+            event.text += f"; rank {event.to} never received it"
     collectives = [[r for r in log if r["op"] not in (*SENDS, *RECEIVES)] for log in logs]
     for number in range(max((len(c) for c in collectives), default=0)):
         rows = {rank: c[number] for rank, c in enumerate(collectives) if len(c) > number}
@@ -117,16 +118,10 @@ def draw(logs: Logs) -> str:
     if len(events) > MOST:
         lines.append("  ⋮".ljust(WIDTH * size) + f"{len(events) - MOST:,} more before")
     for event in events[-MOST:]:
-        row = list(_message(event, size) if event.source >= 0 else _collective(event, size))
+        row = _message(event, size) if event.source >= 0 else _collective(event, size)
         mark = "" if event.whole else "✗ "
-        lines.append(
-            "".join(row).ljust(WIDTH * size) + mark + event.text + ("" if event.whole or event.came else _why(event))
-        )
+        lines.append("".join(row).ljust(WIDTH * size) + mark + event.text)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _why(event: Event) -> str:
-    return "" if "sent nothing" in event.text else f"; rank {event.to} never received it"
 
 
 def _column(rank: int) -> int:

@@ -5,13 +5,14 @@ comments:
 
     #: solution
     gradient /= ranks
-    #: skeleton
-    # raise NotImplementedError("divide by the number of ranks")
+    #: todo divide by the number of ranks
     #: wrong sum
     # pass
     #: end
 
-Outside of regions nothing differs. A wrong solution that a region does not name is the solution there.
+`todo` is the skeleton that raises `NotImplementedError` with those words; one that is other code, such as a constant,
+stands as comments below `#: skeleton`. Outside of regions nothing differs. A wrong solution that a region does not name
+is the solution there.
 """
 
 import re
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import UserError
 
-MARK = re.compile(r"\s*#: (solution|skeleton|end|wrong ([a-z][a-z0-9-]*))\s*")
+MARK = re.compile(r"(\s*)#: (?:(solution|skeleton|end)|todo (.+)|wrong ([a-z][a-z0-9-]*))\s*")
 SOLUTION, SKELETON = "solution", "skeleton"
 
 
@@ -45,19 +46,21 @@ def parse(text: str) -> list[str | Region]:
                 parts.append(line)
             else:
                 forms[current].append(line if current == SOLUTION else _uncommented(line, number))
-        elif mark[1] == SOLUTION:
+            continue
+        indent, plain, todo, wrong = mark.groups()
+        if plain == SOLUTION:
             _must(forms is None, number, "a region begins inside another")
             forms, current = {SOLUTION: []}, SOLUTION
-        elif mark[1] == "end":
+        elif plain == "end":
             _must(forms is not None and SKELETON in forms, number, "a region ends without a skeleton")
             assert forms is not None
             parts.append(Region(forms))
             forms = None
         else:
-            current = mark[2] or SKELETON
+            current = wrong or SKELETON
             _must(forms is not None and current not in forms, number, f"{current} stands outside a region, or twice")
             assert forms is not None
-            forms[current] = []
+            forms[current] = [f'{indent}raise NotImplementedError("{todo}")'] if todo else []
     _must(forms is None, len(text.splitlines()), "a region does not end")
     return parts
 

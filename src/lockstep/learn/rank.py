@@ -8,7 +8,7 @@ import importlib.util
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.layout.world import World
 from lockstep.learn.lesson import Lesson
 from lockstep.learn.recorder import ALIKE, Call, Recorder
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative to the largest element."""
+
+
+Values = Mapping[str, Any]
+"""What it is -> a tensor, or None."""
 
 
 class NotPassedError(Exception):
@@ -85,36 +90,24 @@ class Rank:
 
     def agree(self, problem: str | None, known: bool = True) -> None:
         """Fail on all ranks where one has a problem. Mistakes that have a name come before others."""
-        problems: list[Any] = [(problem, known)]
-        if self._group is not None:
-            problems = [None] * self.size
-            with self.recorder.off():
-                dist.all_gather_object(problems, (problem, known), group=self._group)
-        found = [(not named, rank, text) for rank, (text, named) in enumerate(problems) if text is not None]
+        stated = self.gather((problem, known))
+        found = [(not named, rank, text) for rank, (text, named) in enumerate(stated) if text is not None]
         if found:
             _, rank, text = min(found)
             raise NotPassedError(f"on rank {rank}: {text}" if self.size > 1 else text)
 
     def gather(self, value: Any) -> list[Any]:
         """Of all ranks, out of the exercise's sight."""
-        values: list[Any] = [value]
-        if self._group is not None:
-            values = [None] * self.size
-            with self.recorder.off():
-                dist.all_gather_object(values, value, group=self._group)
-        return values
+        if self._group is None:
+            return [value]
+        with self.recorder.off():
+            return all_gather_objects(value, self._group)
 
     def expect_tensor(
         self, what: str, got: object, expected: Tensor, mistakes: Mapping[str, Tensor] | None = None
     ) -> None:
         """`mistakes`: what a known mistake is called -> what would come out of it."""
-        problem, known = difference(what, got, expected), False
-        if problem is not None and isinstance(got, Tensor):
-            for name, wrong in (mistakes or {}).items():
-                if difference(what, got, wrong) is None and difference(what, wrong, expected) is not None:
-                    problem, known = f"{name}\n{problem}", True
-                    break
-        self.agree(problem, known)
+        self._expect_same({what: got}, {what: expected}, {name: {what: w} for name, w in (mistakes or {}).items()})
 
     def expect_model(
         self,
@@ -126,38 +119,28 @@ class Rank:
     ) -> None:
         """Every parameter, or its gradient; a known mistake is one that explains all of them."""
 
-        def values(model: nn.Module) -> dict[str, Any]:
-            return {name: p.grad if grad else p.detach() for name, p in model.named_parameters()}
+        def values(model: nn.Module) -> Values:
+            return {f"{what} of {name}": p.grad if grad else p.detach() for name, p in model.named_parameters()}
 
-        mine, right = values(got), values(expected)
-        problem, known = first_difference(what, mine, right), False
-        if problem is not None:
-            for name, wrong in (mistakes or {}).items():
-                other = values(wrong)
-                if first_difference(what, mine, other) is None and first_difference(what, other, right) is not None:
-                    problem, known = f"{name}\n{problem}", True
-                    break
+        self._expect_same(values(got), values(expected), {name: values(w) for name, w in (mistakes or {}).items()})
+
+    def _expect_same(self, got: Values, expected: Values, mistakes: Mapping[str, Values]) -> None:
+        problem, known = first_difference(got, expected), False
+        for name, wrong in mistakes.items():
+            explains = first_difference(got, wrong) is None and first_difference(wrong, expected) is not None
+            if problem is not None and not known and explains:
+                problem, known = f"{name}\n{problem}", True
         self.agree(problem, known)
 
-    def expect_calls(
-        self,
-        calls: Sequence[Call],
-        expected: Mapping[str, int],
-        mistakes: Mapping[str, Mapping[str, int]] | None = None,
-    ) -> None:
+    def expect_calls(self, calls: Sequence[Call], expected: Mapping[str, int]) -> None:
         """Operation -> how often; others not at all."""
         counted: dict[str, int] = {}
         for call in calls:
             name = ALIKE.get(call.operation, call.operation)
             counted[name] = counted.get(name, 0) + 1
         expected = {ALIKE.get(name, name): count for name, count in expected.items()}
-        problem, known = None, False
-        if counted != expected:
-            problem = f"calls: expected {listed(expected)}; got {listed(counted)}"
-            for name, wrong in (mistakes or {}).items():
-                if counted == dict(wrong):
-                    problem, known = f"{name}\n{problem}", True
-        self.agree(problem, known)
+        same = counted == expected
+        self.agree(None if same else f"calls: expected {listed(expected)}; got {listed(counted)}", known=False)
 
     # ---- what is shown ---------------------------------------------------------------------------------------
 
@@ -165,14 +148,9 @@ class Rank:
         self.graded.notes.append(text)
 
     def guess(self, name: str, measured: float) -> None:
-        """Beside what the learner has predicted in the constant of that name."""
+        """Beside what the learner has predicted in the constant of that name (`has_predicted` has seen it)."""
         asked = next(p for p in self.lesson.manifest.predict if p.name == name)
-        predicted = getattr(self.exercise, name, None)
-        if not isinstance(predicted, int | float) or isinstance(predicted, bool):
-            self.agree(f"predict first: set {name} in {self.file.name} to a number. {asked.asks}")
-        else:
-            self.agree(None)
-            self.graded.guesses.append(Guess(asked.asks, float(predicted), measured, asked.unit))
+        self.graded.guesses.append(Guess(asked.asks, float(getattr(self.exercise, name)), measured, asked.unit))
 
     def has_predicted(self) -> None:
         """At the beginning: numbers are typed before the run, not after it."""
@@ -205,14 +183,14 @@ def difference(what: str, got: object, expected: Tensor) -> str | None:
     return f"{what}{at}: expected {float(b.flatten()[where]):.6g}, got {float(a.flatten()[where]):.6g}"
 
 
-def first_difference(what: str, got: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    for name, value in expected.items():
-        title = f"{what} of {name}"
+def first_difference(got: Values, expected: Values) -> str | None:
+    for what, value in expected.items():
+        mine = got.get(what)
         if value is None:
-            if got.get(name) is not None and float(got[name].abs().max()) > 0:
-                return f"{title}: expected none, got one"
+            if isinstance(mine, Tensor) and bool(mine.any()):
+                return f"{what}: expected none, got one"
             continue
-        problem = difference(title, got.get(name), value)
+        problem = difference(what, mine, value)
         if problem is not None:
             return problem
     return None
@@ -248,6 +226,3 @@ def in_exercise(error: BaseException, file: Path) -> str | None:
         return f"not written yet: {error} ({file.name} line {last.lineno}, in {last.name})"
     code = (last.line or linecache.getline(str(file), last.lineno or 0)).strip()
     return f"{file.name} line {last.lineno}, in {last.name}: {type(error).__name__}: {error}\n    {code}"
-
-
-Grader = Callable[[Rank], None]

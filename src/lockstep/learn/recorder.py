@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,11 @@ PAYLOADS = {  # operation -> positions or names of the argument whose bytes it i
     "gather": (1, "gather_list"),
     **dict.fromkeys((*SENDS, *RECEIVES), (0, "tensor")),
     "barrier": (0, ""),
+}
+PEERS: dict[str, tuple[int, int | None]] = {  # operation -> position of its other rank or root, and its default
+    **dict.fromkeys((*SENDS, *RECEIVES), (1, None)),
+    **dict.fromkeys(("broadcast", "reduce"), (1, 0)),
+    **dict.fromkeys(("scatter", "gather"), (2, 0)),
 }
 NEW_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 """torch 2.13's, which the older releases do not have yet."""
@@ -59,10 +65,6 @@ class Call:
     """Seconds that the rank stood still for it."""
     ended: float = 0.0
     """When it was known to be over."""
-
-    @property
-    def is_message(self) -> bool:
-        return self.operation in (*SENDS, *RECEIVES)
 
     @property
     def sent(self) -> float:
@@ -157,12 +159,10 @@ class Recorder:
         return call
 
     def _line(self) -> int:
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_filename == self.exercise:
-                return frame.f_lineno
-            frame = frame.f_back  # type: ignore[assignment]
-        return 0
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename != self.exercise:
+            frame = frame.f_back
+        return 0 if frame is None else frame.f_lineno
 
 
 class Waited:
@@ -184,18 +184,12 @@ class Waited:
 
 
 def _peer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    if name in SENDS or name in RECEIVES:
-        keys, position = (("dst", "group_dst") if name in SENDS else ("src", "group_src")), 1
-    elif name in ("broadcast", "reduce"):
-        keys, position = ("src", "group_src", "dst", "group_dst"), 1  # type: ignore[assignment]
-    elif name in ("scatter", "gather"):
-        keys, position = ("src", "group_src", "dst", "group_dst"), 2  # type: ignore[assignment]
-    else:
+    if name not in PEERS:
         return None
-    found = next((kwargs[key] for key in keys if kwargs.get(key) is not None), None)
-    if found is None and len(args) > position:
-        found = args[position]
-    return int(found) if found is not None else (0 if name in ("scatter", "gather", "broadcast", "reduce") else None)
+    position, default = PEERS[name]
+    given = [kwargs.get(key) for key in ("src", "dst", "group_src", "group_dst")]
+    found = next((rank for rank in given if rank is not None), args[position] if len(args) > position else None)
+    return default if found is None else int(found)
 
 
 def _ranks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -9,21 +9,19 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, check_ranges
-from lockstep.data import read_share
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.measure.profiler import profiler_for, trace_of
-from lockstep.measure.steps import full_batches, meet
+from lockstep.measure.steps import meet
 from lockstep.measure.timeline import timeline
-from lockstep.profile.diagnosis import DATA, STEP, Diagnosis, busy_spans, diagnose
+from lockstep.profile.diagnosis import Diagnosis, busy_spans, diagnose
+from lockstep.profile.marked import MarkedSteps
 from lockstep.profile.regions import named_blocks
 from lockstep.profile.trace import RankTrace, clock_offset_us, collective_events, merged, write_trace
 from lockstep.training.metrics import writing_to
-from lockstep.training.prepare import load_head, prepare_strategy
 
 
 @dataclass
@@ -47,29 +45,21 @@ def profile_steps(
     on_gpu = world.device.type == "cuda"
     if snapshot is not None and not on_gpu:
         raise UserError("--memory-snapshot shows a GPU's memory, and these ranks run on the CPU; leave it out")
-    dataset = load_head(world, config)
-    strategy = prepare_strategy(world, config, dataset)
+    marked = MarkedSteps(world, config)
+    strategy = marked.strategy
     strategy.ledger.sees_ends = True
-    batches = full_batches(config, dataset)
     exposed, total, ledger_events = [], [], []
     last: dict[str, Any] = {}
     if snapshot is not None and world.is_main:
         torch.cuda.memory._record_memory_history()
     with named_blocks(strategy.model) as regions:
-        for index in range(warmup):
-            strategy.step(read_share(dataset.train, batches[index % len(batches)], strategy.batch_share()))
-        meet(world)
+        marked.warm_up(warmup)
         with profiler_for(world.device) as profiler:
             for index in range(steps):
-                with record_function(DATA):
-                    batch = read_share(dataset.train, batches[index % len(batches)], strategy.batch_share())
+                batch = marked.read(index)
                 meet(world)
                 began = time.time() * 1e6
-                with record_function(STEP):
-                    strategy.step(batch)
-                    regions.end_backward()
-                    if on_gpu:
-                        torch.cuda.synchronize()
+                marked.take(batch, regions)
                 last = timeline(strategy)
                 ledger_events += collective_events(last, began)
                 exposed.append(1e3 * strategy.ledger.exposed_seconds())

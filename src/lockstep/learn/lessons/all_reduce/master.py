@@ -34,8 +34,7 @@ def naive(tensor: Tensor) -> None:
     else:
         dist.send(tensor, 0)
         dist.recv(tensor, 0)
-    #: skeleton
-    # raise NotImplementedError("to rank 0, and back")
+    #: todo to rank 0, and back
     #: end
 
 
@@ -56,8 +55,7 @@ def tree(tensor: Tensor) -> None:
             dist.recv(tensor, rank - distance)
         elif rank % (2 * distance) == 0 and rank + distance < size:
             dist.send(tensor, rank + distance)
-    #: skeleton
-    # raise NotImplementedError("up the tree, and down again")
+    #: todo up the tree, and down again
     #: end
 
 
@@ -74,8 +72,7 @@ def ring(tensor: Tensor) -> None:
         other += place
     for turn in range(size - 1):
         exchange(chunks[(rank - turn + 1) % size], right, chunks[(rank - turn) % size], left)
-    #: skeleton
-    # raise NotImplementedError("two rounds of size - 1 turns")
+    #: todo two rounds of size - 1 turns
     #: wrong half
     # for turn in range(size - 1):
     #     mine, other = chunks[(rank - turn) % size], chunks[(rank - turn - 1) % size]
@@ -107,16 +104,14 @@ def ring(tensor: Tensor) -> None:
 def ring_seconds(ranks: int, nbytes: float, latency: float, bandwidth: float) -> float:
     #: solution
     return 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
-    #: skeleton
-    # raise NotImplementedError("how many messages follow each other, and how long is each?")
+    #: todo how many messages follow each other, and how long is each?
     #: end
 
 
 def tree_seconds(ranks: int, nbytes: float, latency: float, bandwidth: float) -> float:
     #: solution
     return 2 * ceil(log2(ranks)) * (latency + nbytes / bandwidth)
-    #: skeleton
-    # raise NotImplementedError("how many rounds, and what does each carry?")
+    #: todo how many rounds, and what does each carry?
     #: end
 
 
@@ -125,6 +120,5 @@ def crossing(ranks: int, latency: float, bandwidth: float) -> float:
     #: solution
     rounds = ceil(log2(ranks))
     return latency * bandwidth * (ranks - 1 - rounds) / (rounds - (ranks - 1) / ranks)
-    #: skeleton
-    # raise NotImplementedError("where both take the same time")
+    #: todo where both take the same time
     #: end

@@ -5,6 +5,7 @@ import time
 import torch
 from torch import nn
 
+from lockstep.learn.lessons.buckets.master import assign as right_buckets
 from lockstep.learn.rank import Rank
 
 LAYERS, WIDTH, NUMBER, CAP = 16, 64, 8, 100_000
@@ -27,18 +28,6 @@ def default_cap_mib() -> int:
 
     given = inspect.signature(DistributedDataParallel.__init__).parameters["bucket_cap_mb"].default
     return int(given if given is not None else getattr(distributed, "_DEFAULT_BUCKET_CAP_MB", 25))
-
-
-def right_buckets(sizes: list[int], cap: int) -> list[list[int]]:
-    buckets: list[list[int]] = []
-    filled = 0
-    for index in reversed(range(len(sizes))):
-        if not buckets or filled + sizes[index] > cap:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += sizes[index]
-    return buckets
 
 
 def grade(rank: Rank) -> None:

@@ -26,8 +26,7 @@ def assign(sizes: list[int], cap: int) -> list[list[int]]:
         buckets[-1].append(index)
         filled += sizes[index]
     return buckets
-    #: skeleton
-    # raise NotImplementedError("fill each up to the cap, beginning with the last gradient")
+    #: todo fill each up to the cap, beginning with the last gradient
     #: wrong one-each
     # return [[index] for index in reversed(range(len(sizes)))]
     #: wrong forward-order
@@ -55,8 +54,7 @@ def reduce(gradients: list[Tensor], buckets: list[list[int]]) -> None:
         pieces = flat.split([gradients[index].numel() for index in bucket])
         for index, piece in zip(bucket, pieces, strict=True):
             gradients[index].copy_(piece.view_as(gradients[index]))
-    #: skeleton
-    # raise NotImplementedError("copy into flat tensors, start all, wait for each, copy back")
+    #: todo copy into flat tensors, start all, wait for each, copy back
     #: wrong not-copied-back
     # flats = [torch.cat([gradients[index].flatten() for index in bucket]) for bucket in buckets]
     # works = [dist.all_reduce(flat, async_op=True) for flat in flats]
@@ -78,6 +76,5 @@ def best_cap(caps: list[int], seconds: Callable[[int], float], tries: int = 5) -
     """The cap with the lowest median of `tries` times."""
     #: solution
     return min(caps, key=lambda cap: median(seconds(cap) for _ in range(tries)))
-    #: skeleton
-    # raise NotImplementedError("the median of several times, not the best of them")
+    #: todo the median of several times, not the best of them
     #: end

@@ -22,8 +22,7 @@ def build_model(width: int, layers: int) -> nn.Sequential:
             modules.append(nn.ReLU())
         #: solution
         modules.append(nn.Linear(width, width))
-        #: skeleton
-        # raise NotImplementedError("a linear layer from width to width")
+        #: todo a linear layer from width to width
         #: end
     return nn.Sequential(*modules)
 
@@ -40,8 +39,7 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int, lr
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    #: skeleton
-    # raise NotImplementedError("for each slice: forget the old gradient, loss, backward, step")
+    #: todo for each slice: forget the old gradient, loss, backward, step
     #: wrong no-zero-grad
     # for begin in range(0, len(inputs), batch_size):
     #     x, y = inputs[begin : begin + batch_size], targets[begin : begin + batch_size]
@@ -73,8 +71,7 @@ def seconds_for(samples: int, done: int, seconds: float) -> float:
     """How long `samples` take, if `done` of them took `seconds`."""
     #: solution
     return seconds * samples / done
-    #: skeleton
-    # raise NotImplementedError("in proportion")
+    #: todo in proportion
     #: wrong in-steps
     # return seconds * samples
     #: end

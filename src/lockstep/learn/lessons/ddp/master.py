@@ -20,8 +20,7 @@ class DistributedModel(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.data, src=0)
         trainable = [p for p in module.parameters() if p.requires_grad]
-        #: skeleton
-        # raise NotImplementedError("all ranks alike; then the parameters that have gradients, each once")
+        #: todo all ranks alike; then the parameters that have gradients, each once
         # trainable: list[nn.Parameter] = []
         #: wrong frozen-not-sent
         # trainable = [p for p in module.parameters() if p.requires_grad]
@@ -53,8 +52,7 @@ class DistributedModel(nn.Module):
             yield
         finally:
             self.synchronizes = True
-        #: skeleton
-        # raise NotImplementedError("hooks do nothing inside, also when there is an error")
+        #: todo hooks do nothing inside, also when there is an error
         # yield
         #: wrong syncs-always
         # yield
@@ -72,8 +70,7 @@ class DistributedModel(nn.Module):
             parameter = self.order[self.next]
             self.pending.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))
             self.next += 1
-        #: skeleton
-        # raise NotImplementedError("the same order on all ranks, whatever they use")
+        #: todo the same order on all ranks, whatever they use
         #: wrong hooks-order
         # for parameter in self.ready - {p for p, _ in self.pending}:
         #     self.pending.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))
@@ -92,6 +89,5 @@ class DistributedModel(nn.Module):
             assert reduced.grad is not None
             reduced.grad /= self.size
         self.next, self.ready, self.pending = 0, set(), []
-        #: skeleton
-        # raise NotImplementedError("zeros for what was not used; start the rest; wait, divide, set back")
+        #: todo zeros for what was not used; start the rest; wait, divide, set back
         #: end

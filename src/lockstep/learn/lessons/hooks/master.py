@@ -17,8 +17,7 @@ class Overlapped:
         for parameter in model.parameters():
             #: solution
             parameter.register_post_accumulate_grad_hook(self.ready)
-            #: skeleton
-            # raise NotImplementedError("call self.ready when this parameter's gradient is complete")
+            #: todo call self.ready when this parameter's gradient is complete
             #: wrong after-backward
             # assert parameter is not None
             #: end
@@ -27,8 +26,7 @@ class Overlapped:
         """The gradient of this parameter is complete; backward still runs."""
         #: solution
         self.pending.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))
-        #: skeleton
-        # raise NotImplementedError("start its all-reduce, and do not wait")
+        #: todo start its all-reduce, and do not wait
         #: wrong waits-in-hook
         # work = dist.all_reduce(parameter.grad, async_op=True)
         # work.wait()
@@ -43,8 +41,7 @@ class Overlapped:
             assert parameter.grad is not None
             parameter.grad /= self.size
         self.pending.clear()
-        #: skeleton
-        # raise NotImplementedError("wait, divide, and be ready for the next step")
+        #: todo wait, divide, and be ready for the next step
         #: wrong after-backward
         # for parameter in self.model.parameters():
         #     dist.all_reduce(parameter.grad)

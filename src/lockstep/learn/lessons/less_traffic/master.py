@@ -17,8 +17,7 @@ def reduce_bf16(gradient: Tensor) -> Tensor:
     narrow = (gradient / dist.get_world_size()).to(torch.bfloat16)
     dist.all_reduce(narrow)
     return narrow.to(gradient.dtype)
-    #: skeleton
-    # raise NotImplementedError("half the bytes")
+    #: todo half the bytes
     #: wrong still-wide
     # wide = gradient / dist.get_world_size()
     # dist.all_reduce(wide)
@@ -48,8 +47,7 @@ class TopK:
         dist.all_gather(all_indices, indices)
         dist.all_gather(all_values, values)
         return torch.zeros_like(gradient).index_add_(0, torch.cat(all_indices), torch.cat(all_values)) / size
-        #: skeleton
-        # raise NotImplementedError("choose, keep the rest, gather indices and values, add up")
+        #: todo choose, keep the rest, gather indices and values, add up
         #: wrong no-feedback
         # indices = full.abs().topk(self.k).indices
         # values = full[indices]
@@ -71,8 +69,7 @@ def power_sgd(matrix: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     dist.all_reduce(q)
     q /= dist.get_world_size()
     return p @ q.T, q
-    #: skeleton
-    # raise NotImplementedError("p, summed and orthonormal; then q")
+    #: todo p, summed and orthonormal; then q
     #: wrong no-orthonormal
     # p = matrix @ q
     # dist.all_reduce(p)
@@ -89,8 +86,7 @@ def average_weights(model: nn.Module) -> None:
         #: solution
         dist.all_reduce(parameter.data)
         parameter.data /= dist.get_world_size()
-        #: skeleton
-        # raise NotImplementedError("the mean of what the ranks have come to")
+        #: todo the mean of what the ranks have come to
         #: wrong averages-gradients
         # dist.all_reduce(parameter.grad)
         # parameter.grad /= dist.get_world_size()
@@ -103,6 +99,5 @@ def outer_step(start: Tensor, now: Tensor, momentum: Tensor, lr: float, beta: fl
     gradient = start - now
     momentum.mul_(beta).add_(gradient)
     return start - lr * (gradient + beta * momentum)
-    #: skeleton
-    # raise NotImplementedError("Nesterov's momentum, from where the round started; momentum changes in place")
+    #: todo Nesterov's momentum, from where the round started; momentum changes in place
     #: end

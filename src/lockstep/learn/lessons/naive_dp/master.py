@@ -22,8 +22,7 @@ class Trainer:
         #: solution
         for parameter in model.parameters():
             dist.broadcast(parameter.data, src=0)
-        #: skeleton
-        # raise NotImplementedError("all ranks start with rank 0's weights")
+        #: todo all ranks start with rank 0's weights
         #: wrong no-broadcast
         # del lr
         # lr = 0.1
@@ -34,8 +33,7 @@ class Trainer:
         """This rank's rows."""
         #: solution
         return batch.tensor_split(self.size)[self.rank]
-        #: skeleton
-        # raise NotImplementedError("sizes that differ by one at most, the larger ones first")
+        #: todo sizes that differ by one at most, the larger ones first
         #: wrong whole-batch
         # return batch
         #: end
@@ -60,8 +58,7 @@ class Trainer:
         for tensor in [*gradients, loss]:
             tensor *= mine / everybody
             dist.all_reduce(tensor)
-        #: skeleton
-        # raise NotImplementedError("weighted by samples, one all-reduce for each gradient, and one for the loss")
+        #: todo weighted by samples, one all-reduce for each gradient, and one for the loss
         #: wrong sum
         # for tensor in [*gradients, loss]:
         #     dist.all_reduce(tensor)

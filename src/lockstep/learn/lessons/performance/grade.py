@@ -65,7 +65,7 @@ def grade(rank: Rank) -> None:
                 False, f"waiting is the symptom: the others wait for {expected}, which computes longer\n{table}"
             )
         rank.expect(got == expected, f"bottleneck: expected {expected!r}, got {got!r}\n{table}")
-    rank.guess("PREDICTED_SPEEDUP", 1 / (SERIAL + (1 - SERIAL) / RANKS))
+    rank.guess("PREDICTED_SPEEDUP", exercise.amdahl(SERIAL, RANKS))
     slow = exercise.speedup(0.1, 500e6, 125e6, 2, 0.0)
     rank.note(f"125 million parameters, 0.1 s a step, two ranks over 1 Gbit/s: {slow:.2f} times as fast as one")
 

@@ -23,8 +23,7 @@ def exposed(compute: list[Span], comm: list[Span]) -> float:
         computing = any(start < middle < end for start, end in compute)
         total += (b - a) * (in_flight and not computing)
     return total
-    #: skeleton
-    # raise NotImplementedError("in flight, and nothing else going on")
+    #: todo in flight, and nothing else going on
     #: wrong all-of-it
     # return sum(end - start for start, end in comm)
     #: wrong twice
@@ -40,8 +39,7 @@ def efficiency(alone: float, together: float, ranks: int) -> float:
     """Of `ranks` that take `together` seconds for what one does in `alone`: 1.0 is perfect."""
     #: solution
     return alone / together / ranks
-    #: skeleton
-    # raise NotImplementedError("the speedup, for each rank")
+    #: todo the speedup, for each rank
     #: wrong speedup
     # return alone / together
     #: end
@@ -51,8 +49,7 @@ def amdahl(serial: float, ranks: int) -> float:
     """The speedup, if a share `serial` of the work cannot be divided."""
     #: solution
     return 1 / (serial + (1 - serial) / ranks)
-    #: skeleton
-    # raise NotImplementedError("what cannot be divided, and the rest over the ranks")
+    #: todo what cannot be divided, and the rest over the ranks
     #: end
 
 
@@ -61,8 +58,7 @@ def speedup(compute: float, nbytes: float, bandwidth: float, ranks: int, hidden:
     #: solution
     ring = 2 * (ranks - 1) / ranks * nbytes / bandwidth
     return compute / (compute / ranks + (1 - hidden) * ring)
-    #: skeleton
-    # raise NotImplementedError("one rank's time over that of all")
+    #: todo one rank's time over that of all
     #: end
 
 
@@ -84,8 +80,7 @@ def bottleneck(profile: list[dict[str, float]]) -> str:
         return f"rank {slowest}"
     waits = any(phases["wait"] > 0.2 * sum(phases.values()) for phases in profile)
     return "communication" if waits else "none"
-    #: skeleton
-    # raise NotImplementedError("look at the ranks side by side")
+    #: todo look at the ranks side by side
     #: wrong blames-the-wait
     # for phases in profile:
     #     if phases["data"] > 0.2 * sum(phases.values()):

@@ -23,8 +23,7 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Instruction
     for i in range(micro_batches - warm):
         order += [("F", warm + i), ("B", i)]
     return order + [("B", i) for i in range(micro_batches - warm, micro_batches)]
-    #: skeleton
-    # raise NotImplementedError("warm-up, in turns, and what is left")
+    #: todo warm-up, in turns, and what is left
     #: wrong gpipe
     # return [("F", i) for i in range(micro_batches)] + [("B", i) for i in range(micro_batches)]
     #: wrong no-warm-up
@@ -39,8 +38,7 @@ def bubble(stages: int, micro_batches: int) -> float:
     """The share of its time that a stage stands idle."""
     #: solution
     return (stages - 1) / (micro_batches + stages - 1)
-    #: skeleton
-    # raise NotImplementedError("idle, over all")
+    #: todo idle, over all
     #: end
 
 
@@ -48,8 +46,7 @@ def micro_batches_for(stages: int, most: float) -> int:
     """The fewest with a bubble of at most that share."""
     #: solution
     return max(1, ceil((stages - 1) * (1 - most) / most - 1e-9))
-    #: skeleton
-    # raise NotImplementedError("solve the bubble for the micro-batches")
+    #: todo solve the bubble for the micro-batches
     #: end
 
 
@@ -66,8 +63,7 @@ def run(order: list[Instruction], module: nn.Module, inputs: list[Tensor], targe
     def send(tensor: Tensor, to: int) -> None:
         #: solution
         sending.append((dist.isend(tensor, to), tensor))
-        #: skeleton
-        # raise NotImplementedError("without waiting for the receiver, who may be sending too")
+        #: todo without waiting for the receiver, who may be sending too
         #: wrong blocking-sends
         # dist.send(tensor, to)
         #: end
@@ -85,8 +81,7 @@ def run(order: list[Instruction], module: nn.Module, inputs: list[Tensor], targe
             else:
                 out = ((out - targets[number]) ** 2).mean() / len(targets)
             held[number] = (x, out)
-            #: skeleton
-            # raise NotImplementedError("the last stage's loss, and its share; keep what backward needs")
+            #: todo the last stage's loss, and its share; keep what backward needs
             #: wrong no-scale
             # else:
             #     out = ((out - targets[number]) ** 2).mean()
@@ -103,8 +98,7 @@ def run(order: list[Instruction], module: nn.Module, inputs: list[Tensor], targe
             if rank > 0:
                 assert x.grad is not None
                 send(x.grad, rank - 1)
-            #: skeleton
-            # raise NotImplementedError("receive the gradient, backward, send the input's gradient")
+            #: todo receive the gradient, backward, send the input's gradient
             #: end
     for work, _ in sending:
         work.wait()

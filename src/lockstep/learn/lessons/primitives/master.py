@@ -12,8 +12,7 @@ def start_alike(model: nn.Module) -> None:
     for parameter in model.parameters():
         #: solution
         dist.broadcast(parameter.data, src=0)
-        #: skeleton
-        # raise NotImplementedError("from rank 0 to all")
+        #: todo from rank 0 to all
         #: wrong no-broadcast
         # parameter.data.mul_(1)
         #: wrong from-itself
@@ -26,8 +25,7 @@ def deal(rows: Tensor | None, mine: Tensor) -> None:
     #: solution
     pieces = None if rows is None else list(rows.chunk(dist.get_world_size()))
     dist.scatter(mine, pieces, src=0)
-    #: skeleton
-    # raise NotImplementedError("rank 0 cuts the rows; each rank gets its piece")
+    #: todo rank 0 cuts the rows; each rank gets its piece
     #: end
 
 
@@ -37,8 +35,7 @@ def collect(value: Tensor) -> list[Tensor] | None:
     #: solution
     places = [torch.empty_like(value) for _ in range(dist.get_world_size())] if first else None
     dist.gather(value, places, dst=0)
-    #: skeleton
-    # raise NotImplementedError("to rank 0 alone")
+    #: todo to rank 0 alone
     #: wrong for-everyone
     # places = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     # dist.all_gather(places, value)
@@ -51,8 +48,7 @@ def everyone(value: Tensor) -> Tensor:
     places = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     #: solution
     dist.all_gather(places, value)
-    #: skeleton
-    # raise NotImplementedError("to all")
+    #: todo to all
     #: end
     return torch.stack(places)
 
@@ -62,8 +58,7 @@ def total(value: Tensor) -> Tensor | None:
     result = value.clone()
     #: solution
     dist.reduce(result, dst=0)
-    #: skeleton
-    # raise NotImplementedError("the sum, to rank 0 alone")
+    #: todo the sum, to rank 0 alone
     #: end
     return result if dist.get_rank() == 0 else None
 
@@ -76,8 +71,7 @@ def first_then_others(action: Callable[[], None]) -> None:
     dist.barrier()
     if dist.get_rank() != 0:
         action()
-    #: skeleton
-    # raise NotImplementedError("nobody goes on before rank 0 is done")
+    #: todo nobody goes on before rank 0 is done
     #: wrong no-barrier
     # action()
     #: end

@@ -35,8 +35,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, q_begin: int, k_begin: int) -> Partia
     lse = scores.logsumexp(-1)
     weights = (scores - lse[:, None]).exp().nan_to_num(0.0)  # a query that sees none of them
     return weights @ v, lse
-    #: skeleton
-    # raise NotImplementedError("mask what comes later, then softmax; and its lse")
+    #: todo mask what comes later, then softmax; and its lse
     #: wrong local-mask
     # later = torch.arange(len(k), device=q.device) > torch.arange(len(q), device=q.device)[:, None]
     # scores = scores.masked_fill(later, -inf)
@@ -52,8 +51,7 @@ def merge(one: Partial, other: Partial) -> Partial:
     lse = torch.logaddexp(one[1], other[1])
     parts = [(part_lse - lse).exp()[:, None] * out for out, part_lse in (one, other)]
     return parts[0] + parts[1], lse
-    #: skeleton
-    # raise NotImplementedError("each in its proportion")
+    #: todo each in its proportion
     #: wrong plain-mean
     # return (one[0] + other[0]) / 2, torch.logaddexp(one[1], other[1])
     #: end
@@ -70,8 +68,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         visiting = exchange(visiting, right, left)
         source = (rank - turn) % size
         result = merge(result, block(q, visiting[0], visiting[1], rank * length, source * length))
-    #: skeleton
-    # raise NotImplementedError("size - 1 turns; whose block is it that visits?")
+    #: todo size - 1 turns; whose block is it that visits?
     #: wrong one-short
     # for turn in range(1, size - 1):
     #     visiting = exchange(visiting, right, left)

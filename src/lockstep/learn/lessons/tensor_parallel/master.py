@@ -29,8 +29,7 @@ class CopyToRanks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         #: solution
         return summed(gradients[0])
-        #: skeleton
-        # raise NotImplementedError("every rank has used x: whose gradients add up?")
+        #: todo every rank has used x: whose gradients add up?
         #: wrong no-backward-sum
         # return gradients[0]
         #: end
@@ -41,8 +40,7 @@ class SumOfRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         #: solution
         return summed(x)
-        #: skeleton
-        # raise NotImplementedError("parts of a sum")
+        #: todo parts of a sum
         #: end
 
     @staticmethod
@@ -55,8 +53,7 @@ def mlp(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
     #: solution
     hidden = gelu(CopyToRanks.apply(x) @ first.T)
     return SumOfRanks.apply(hidden @ second.T) + bias
-    #: skeleton
-    # raise NotImplementedError("column parallel, gelu, row parallel; the bias once")
+    #: todo column parallel, gelu, row parallel; the bias once
     #: wrong bias-each
     # hidden = gelu(CopyToRanks.apply(x) @ first.T)
     # return SumOfRanks.apply(hidden @ second.T + bias)
@@ -70,8 +67,7 @@ def embedding(tokens: Tensor, rows: Tensor) -> Tensor:
     mine = (tokens >= begin) & (tokens < begin + len(rows))
     found = rows[torch.where(mine, tokens - begin, 0)] * mine.unsqueeze(-1)
     return SumOfRanks.apply(found)
-    #: skeleton
-    # raise NotImplementedError("zeros for the tokens of other ranks")
+    #: todo zeros for the tokens of other ranks
     #: wrong no-mask
     # return SumOfRanks.apply(rows[(tokens - begin) % len(rows)])
     #: end
@@ -110,6 +106,5 @@ def mlp_sequence(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tens
     #: solution
     hidden = gelu(GatherPositions.apply(x) @ first.T)
     return ScatterSums.apply(hidden @ second.T) + bias
-    #: skeleton
-    # raise NotImplementedError("gather before, scatter after")
+    #: todo gather before, scatter after
     #: end

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import UserError
+from lockstep.learn.lessons.three_d import master as right
 from lockstep.learn.rank import Rank
 
 BILLIONS, SIZES = 7, {"pp": 2, "dp": 4, "tp": 2}
@@ -29,47 +30,33 @@ def facts() -> list[str]:
     ]
 
 
-def right_coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    place = {}
-    for axis in reversed(sizes):
-        rank, place[axis] = divmod(rank, sizes[axis])
-    return {axis: place[axis] for axis in sizes}
-
-
-def right_peers(rank: int, axis: str, sizes: dict[str, int]) -> list[int]:
-    mine = right_coordinates(rank, sizes)
-    every = range(prod(sizes.values()))
-    return [r for r in every if all(c == mine[a] for a, c in right_coordinates(r, sizes).items() if a != axis)]
-
-
 def grade(rank: Rank) -> None:
     exercise = rank.exercise
     for sizes in (SIZES, {"pp": 3, "dp": 1, "tp": 4}, {"dp": 5}):
         for number in range(prod(sizes.values())):
-            got, right = exercise.coordinates(number, sizes), right_coordinates(number, sizes)
+            got, place = exercise.coordinates(number, sizes), right.coordinates(number, sizes)
             last = list(sizes)[-1]
-            far = number == 1 and sizes[last] > 1 and got.get(last) == 0 and got != right
+            far = number == 1 and sizes[last] > 1 and got.get(last) == 0 and got != place
             rank.expect(not far, "tensor parallelism has its peers far apart: the last axis must change fastest")
-            rank.expect(got == right, f"coordinates({number}, {sizes}): expected {right}, got {got}")
+            rank.expect(got == place, f"coordinates({number}, {sizes}): expected {place}, got {got}")
         for number in range(prod(sizes.values())):
             for axis in sizes:
-                listed, wanted = exercise.peers(number, axis, sizes), right_peers(number, axis, sizes)
+                listed, wanted = exercise.peers(number, axis, sizes), right.peers(number, axis, sizes)
                 rank.expect(listed == wanted, f"peers({number}, {axis!r}, {sizes}): expected {wanted}, got {listed}")
 
     for parameters, sizes in ((7e9, SIZES), (1e9, {"pp": 1, "dp": 8, "tp": 1})):
         held = parameters / (sizes["tp"] * sizes["pp"])
         got = exercise.memory(parameters, sizes)
         rank.expect(abs(got - 16 * held) > 1, "the optimizer's state is sharded over dp: 12 bytes over all of them")
-        close(rank, f"memory({parameters:g}, {sizes})", got, held * (4 + 12 / sizes["dp"]))
-        ring = 2 * (sizes["dp"] - 1) / sizes["dp"] * 2 * held
+        close(rank, f"memory({parameters:g}, {sizes})", got, right.memory(parameters, sizes))
+        ring = right.gradient_bytes(parameters, sizes)
         close(rank, f"gradient_bytes({parameters:g}, {sizes})", exercise.gradient_bytes(parameters, sizes), ring)
-    held = BILLIONS / (SIZES["tp"] * SIZES["pp"])
-    rank.guess("PREDICTED_GIGABYTES", held * (4 + 12 / SIZES["dp"]))
+    rank.guess("PREDICTED_GIGABYTES", right.memory(BILLIONS, SIZES))
 
     sizes = {"pp": 2, "dp": 1, "tp": rank.size // 2}
     groups = exercise.make_groups(sizes)
     for axis in sizes:
-        wanted = right_peers(rank.rank, axis, sizes)
+        wanted = right.peers(rank.rank, axis, sizes)
         total = torch.tensor([float(rank.rank)], dtype=torch.float64, device=rank.device)
         with rank.recorder.off():
             dist.all_reduce(total, group=groups[axis])

@@ -22,8 +22,7 @@ def coordinates(rank: int, sizes: Sizes) -> dict[str, int]:
     #: solution
     for axis in reversed(sizes):
         rank, place[axis] = divmod(rank, sizes[axis])
-    #: skeleton
-    # raise NotImplementedError("like seconds, minutes, hours")
+    #: todo like seconds, minutes, hours
     #: wrong tp-outermost
     # for axis in sizes:
     #     rank, place[axis] = divmod(rank, sizes[axis])
@@ -37,8 +36,7 @@ def peers(rank: int, axis: str, sizes: Sizes) -> list[int]:
     #: solution
     others = range(prod(sizes.values()))
     return [r for r in others if all(c == mine[a] for a, c in coordinates(r, sizes).items() if a != axis)]
-    #: skeleton
-    # raise NotImplementedError("the same place on all other axes")
+    #: todo the same place on all other axes
     #: end
 
 
@@ -52,8 +50,7 @@ def make_groups(sizes: Sizes) -> dict[str, Any]:
             group = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
                 mine[axis] = group
-        #: skeleton
-        # raise NotImplementedError("all ranks make all groups, in the same order")
+        #: todo all ranks make all groups, in the same order
         #: wrong own-groups-only
         # mine[axis] = dist.new_group(peers(dist.get_rank(), axis, sizes))
         #: end
@@ -64,8 +61,7 @@ def memory(parameters: float, sizes: Sizes) -> float:
     """Bytes that a rank holds: bf16 weights and gradients, 12 bytes of optimizer state sharded over dp (ZeRO 1)."""
     #: solution
     return parameters / (sizes["tp"] * sizes["pp"]) * (2 + 2 + 12 / sizes["dp"])
-    #: skeleton
-    # raise NotImplementedError("which axis cuts what?")
+    #: todo which axis cuts what?
     #: wrong forgets-the-shard
     # return parameters / (sizes["tp"] * sizes["pp"]) * (2 + 2 + 12)
     #: end
@@ -76,6 +72,5 @@ def gradient_bytes(parameters: float, sizes: Sizes) -> float:
     #: solution
     n = sizes["dp"]
     return 2 * (n - 1) / n * 2 * parameters / (sizes["tp"] * sizes["pp"])
-    #: skeleton
-    # raise NotImplementedError("the ring's law, on what this rank holds")
+    #: todo the ring's law, on what this rank holds
     #: end

@@ -8,8 +8,7 @@ def split(batch: Tensor, parts: int) -> list[Tensor]:
     """Rows in `parts` pieces whose sizes differ by one at most, the larger ones first."""
     #: solution
     return list(torch.tensor_split(batch, parts))
-    #: skeleton
-    # raise NotImplementedError("cut the rows")
+    #: todo cut the rows
     #: end
 
 
@@ -22,8 +21,7 @@ def average_gradients(models: list[nn.Module], counts: list[int]) -> None:
         total = sum(n * gradient for n, gradient in zip(counts, gradients, strict=True))
         for parameter in same:
             parameter.grad = (total / sum(counts)).clone()
-        #: skeleton
-        # raise NotImplementedError("the mean over all samples, for every copy")
+        #: todo the mean over all samples, for every copy
         #: wrong sum
         # for parameter in same:
         #     parameter.grad = sum(gradients).clone()
@@ -46,8 +44,7 @@ def step(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], input
         loss.backward()
         #: solution
         total += len(x) * loss.item()
-        #: skeleton
-        # raise NotImplementedError("the loss of the whole batch, weighted as the gradients are")
+        #: todo the loss of the whole batch, weighted as the gradients are
         #: end
     average_gradients(models, [len(x) for x, _ in shares])
     for optimizer in optimizers:

@@ -30,8 +30,7 @@ class ShardedAdam:
         self.piece = -(-total // self.size)
         flat = self.flatten([p.detach() for p in parameters])
         self.shard = flat[self.rank * self.piece : (self.rank + 1) * self.piece].clone()
-        #: skeleton
-        # raise NotImplementedError("how long is a piece, padding included, and which one is mine?")
+        #: todo how long is a piece, padding included, and which one is mine?
         #: wrong whole-state
         # self.piece = -(-total // self.size)
         # self.shard = self.flatten([p.detach() for p in parameters])
@@ -52,8 +51,7 @@ class ShardedAdam:
         adam(self.shard, mine / self.size, self.first, self.second, self.steps, self.lr)
         flat = torch.empty_like(gradient)
         dist.all_gather_into_tensor(flat, self.shard)
-        #: skeleton
-        # raise NotImplementedError("reduce-scatter, update, all-gather")
+        #: todo reduce-scatter, update, all-gather
         # flat = gradient
         #: wrong whole-state
         # dist.all_reduce(gradient)

@@ -35,8 +35,7 @@ def scatter_mean(gradient: Tensor) -> Tensor:
     #: solution
     dist.reduce_scatter_tensor(mine, gradient.contiguous())
     return mine / size
-    #: skeleton
-    # raise NotImplementedError("reduce-scatter, and the mean")
+    #: todo reduce-scatter, and the mean
     #: wrong sum
     # dist.reduce_scatter_tensor(mine, gradient.contiguous())
     # return mine
@@ -50,8 +49,7 @@ class GatheredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shard: Tensor, weight: Tensor) -> Tensor:
         #: solution
         ctx.save_for_backward(x, shard)
-        #: skeleton
-        # raise NotImplementedError("keep what backward needs, and no more")
+        #: todo keep what backward needs, and no more
         #: wrong keeps-weight
         # ctx.save_for_backward(x, weight)
         #: end
@@ -64,8 +62,7 @@ class GatheredLinear(torch.autograd.Function):
         #: solution
         x, shard = ctx.saved_tensors
         weight = finish_gather(start_gather(shard))
-        #: skeleton
-        # raise NotImplementedError("put the weight together again")
+        #: todo put the weight together again
         #: wrong keeps-weight
         # x, weight = ctx.saved_tensors
         #: end
@@ -82,8 +79,7 @@ def forward_all(x: Tensor, shards: list[Tensor], activation: Callable[[Tensor], 
             handle = start_gather(shards[index + 1].detach())
         x = activation(GatheredLinear.apply(x, shard, weight))
     return x
-    #: skeleton
-    # raise NotImplementedError("start the first; then wait, start the next, compute")
+    #: todo start the first; then wait, start the next, compute
     #: wrong no-prefetch
     # for shard in shards:
     #     weight = finish_gather(start_gather(shard.detach()))
