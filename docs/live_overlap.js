@@ -1,16 +1,8 @@
-"use strict";
 // Backward above, the buckets' all-reduces below, for the chosen cap; what is in flight after backward is exposed.
-const main = document.querySelector("main");
 main.innerHTML = `<label>bucket of at most <input type="range" min="0" step="1" value="4"> <b></b></label>
   <svg viewBox="0 0 800 130"></svg><p class="said"></p>`;
 const [slider, svg, said, now] = ["input", "svg", ".said", "b"].map(name => main.querySelector(name));
 slider.max = data.length - 1;
-const make = (name, values, text) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  svg.append(made);
-};
 const longest = Math.max(...data.map(one => one.backward + one.exposed));
 function show() {
   const one = data[+slider.value], scale = 690 / longest;

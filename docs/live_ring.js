@@ -1,6 +1,4 @@
-"use strict";
 // What each rank holds in each turn, and the messages of the turn, for the chosen algorithm.
-const main = document.querySelector("main");
 main.innerHTML = `<label>algorithm <select></select></label>
   <label>turn <button>◀</button> <input type="range" min="0" step="1" value="0"> <button>▶</button> <b></b></label>
   <svg viewBox="0 0 800 330"></svg><p class="said"></p>`;
@@ -9,12 +7,6 @@ const [back, on] = main.querySelectorAll("button");
 data.forEach((one, index) => select.add(new Option(one.name.replace("_", " "), index)));
 select.value = data.findIndex(one => one.name === "ring");
 
-const make = (name, values, text) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  svg.append(made);
-};
 const whose = (value, ranks) => [...Array(ranks).keys()].filter(rank => value & (1 << rank));
 
 function show() {

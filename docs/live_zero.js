@@ -1,17 +1,9 @@
-"use strict";
 // What a rank holds at each ZeRO stage, for the chosen number of ranks.
-const main = document.querySelector("main");
 main.innerHTML = `<label>ranks <input type="range" min="0" max="6" step="1" value="3"> <b></b></label>
   <svg viewBox="0 0 800 240"></svg><p class="said"></p>`;
 const [slider, svg, said, now] = ["input", "svg", ".said", "b"].map(name => main.querySelector(name));
 const colours = ["#2563eb", "#0d9488", "#c2410c", "#7c3aed", "#a16207", "#64748b", "#be185d"];
 const kinds = [...new Set(Object.values(data.held).flatMap(held => Object.keys(held)))];
-const make = (name, values, text) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  svg.append(made);
-};
 function show() {
   const ranks = 2 ** +slider.value, capacity = data.capacity * 1e9 / 2 ** 30;
   now.textContent = ranks;

@@ -155,8 +155,9 @@ def overlap(cap_mb: float) -> dict[str, Any]:
 
 
 def page(title: str, text: str, script: str, data: Any) -> str:
-    style = (Path(__file__).parent / "live.css").read_text(encoding="utf-8")
-    code = (Path(__file__).parent / script).read_text(encoding="utf-8")
+    here = Path(__file__).parent
+    style = (here / "live.css").read_text(encoding="utf-8")
+    code = "".join((here / file).read_text(encoding="utf-8") for file in ("live.js", script))
     values = json.dumps(data).replace("<", "\\u003c")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'

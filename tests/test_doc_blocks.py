@@ -82,26 +82,26 @@ def page_params(quick: bool) -> list[str]:
     return chosen
 
 
-def folder_with_configs(folder: Path) -> Path:
-    (folder / "configs").symlink_to(ROOT / "configs")
-    return folder
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    return tmp_path
 
 
 @pytest.mark.parametrize("page", page_params(quick=True))
-def test_quick_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+def test_quick_commands_of_a_page_run(page: str, folder: Path) -> None:
     for line in lines_of(ROOT / page):
         if reason(line) is None and is_quick(line):
-            run(line, folder_with_configs(tmp_path) if not (tmp_path / "configs").exists() else tmp_path)
+            run(line, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", page_params(quick=False))
-def test_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+def test_commands_of_a_page_run(page: str, folder: Path) -> None:
     """In order, in one folder: a later one may go on from an earlier one's."""
-    folder_with_configs(tmp_path)
     for line in lines_of(ROOT / page):
         if reason(line) is None and not is_quick(line):
-            run(line, tmp_path)
+            run(line, folder)
 
 
 def test_every_reason_is_needed() -> None:

@@ -66,18 +66,8 @@ def test_the_site_has_every_page() -> None:
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
     copy = tmp_path / "docs"
     shutil.copytree(DOCS, copy, ignore=shutil.ignore_patterns("lessons", "_live"))
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-b",
-        "html",
-        str(copy),
-        str(tmp_path / "site"),
-    ]
+    how = ["-q", "-W", "--keep-going", "-b", "html"]
+    command = [sys.executable, "-m", "sphinx", *how, str(copy), str(tmp_path / "site")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))

@@ -58,8 +58,7 @@ def main(argv: list[str]) -> int:
     arguments = parse(LearnArguments, argv or ["--help"], "learn")
     verb, named = arguments.verb, arguments.lesson or None
     if verb not in VERBS:
-        given = f"learn {verb}: there is no such word" if verb else "learn: say what to do"
-        raise UserError(f"{given}; lockstep learn {'|'.join(VERBS)}")
+        raise UserError(f"learn {verb or 'what?'}: there are {', '.join(VERBS)}; see lockstep learn --help")
     if verb == "start":
         return start(Path(named or DEFAULT))
     course = Course.at(Path(arguments.dir))
