@@ -56,6 +56,45 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+GENERATED = ("commands.md", "configs.md", "learn.md", "api.md")
+FIGURE = re.compile(r"\d\s?(?:%|(?:ms|s|us|MB|GB|KiB|MiB|GiB|Gbit/s|GB/s|tokens/s|samples/s)(?![\w/]))")
+NO_RESULTS = {  # sections with figures that nobody has measured: what a word means, what a default is
+    "measuring.md: bench train": "the interval and the threshold of a statement",
+    "planning.md: A machine file": "an example of a file",
+    "planning.md: What it does not know": "assumptions",
+}
+
+
+def sections(page: Path) -> dict[str, str]:
+    """Heading -> what stands below it."""
+    found, title = dict[str, str](), ""
+    for part in re.split(r"(```.*?```)", page.read_text(), flags=re.S):
+        if part.startswith("```"):
+            found[title] = found.get(title, "") + part
+            continue
+        for line in part.splitlines(keepends=True):
+            if line.startswith("#"):
+                title = line.strip("# \n")
+            found[title] = found.get(title, "") + line
+    return found
+
+
+@pytest.mark.parametrize("page", [p for p in DOCS.glob("*.md") if p.name not in GENERATED], ids=lambda page: page.name)
+def test_figures_say_where_they_come_from(page: Path) -> None:
+    """Measured (machine, command, date), derived, or reported (date), in every section that has some."""
+    for title, text in sections(page).items():
+        if len(FIGURE.findall(text)) < 3 or f"{page.name}: {title}" in NO_RESULTS:
+            continue
+        marks = {mark.lower() for mark in re.findall(r"\*(measured|derived|reported)\*", text, flags=re.I)}
+        assert marks, f"{page.name}, {title}: are its figures measured, derived or reported?"
+        if marks - {"derived"}:
+            assert re.search(r"20\d\d-\d\d", text), f"{page.name}, {title}: since when?"
+        if "measured" in marks:
+            assert re.search(
+                r"`[^`]*(?:lockstep|python|run_on_ranks|\.txt|results/)[^`]*`|\(results/|\$ lockstep", text
+            ), title
+
+
 def test_the_site_has_every_page() -> None:
     listed = (DOCS / "index.md").read_text()
     for page in DOCS.glob("*.md"):
