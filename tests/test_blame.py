@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config import CNN, Config, Data, Parallel, Train
+from lockstep.layout import Degrees, Layout
 from lockstep.layout.world import World
 from lockstep.models.cnn import CNN as MODEL
 from lockstep.strategies.replicas import checksum, differing_replicas
 from lockstep.training.loop import train
-from lockstep.training.pace import OWN_WORK, STEPS, straggler
+from lockstep.training.pace import OWN_WORK, STEPS, Pace, straggler
 from lockstep.training.prepare import load_data, prepare_strategy
 from tests.ranks import LONG, on_ranks
 
@@ -58,6 +60,22 @@ def test_noise_that_hits_now_this_rank_and_now_that_one_is_nobodys_fault(ranks: 
 
 def test_less_than_a_millisecond_is_nobodys_concern() -> None:
     assert straggler(times(2, 1) / 1000, [0, 1], 1.5) is None
+
+
+@pytest.mark.parametrize(("ranks_on_device", "warned"), [(1, [1, 0, 0, 1]), (2, [0, 1, 0, 0])])
+def test_on_a_shared_gpu_a_rank_is_named_when_it_is_slow_twice_in_a_row(
+    ranks_on_device: int, warned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow, slow, as its peers, slow."""
+    pace = Pace(Layout(World(ranks_on_device=ranks_on_device), Degrees()), 1.5)
+    monkeypatch.setattr(pace, "layout", SimpleNamespace(norm=SimpleNamespace(size=2)))  # as if there were another
+    pace.peers = [[0, 1]]
+    seen = []
+    for factor in (6.0, 6.0, 1.0, 6.0):
+        monkeypatch.setattr("lockstep.training.pace.all_gather", lambda *_, f=factor, **__: times(2, 1, 2, f))
+        lines = [line for _ in range(STEPS) for line in pace.add(dict.fromkeys(OWN_WORK, 10.0))]
+        seen.append(len(lines))
+    assert seen == warned
 
 
 def slow_on_rank_1(world: World, folder: str) -> None:

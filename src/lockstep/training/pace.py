@@ -2,7 +2,8 @@
 
 A slow rank shows in its own work, never in its waiting: all others wait for it. So ranks compare the time that each
 spent on data, forward, backward and the optimizer without what it waited. A machine that is busy makes now this rank
-slow and now that one; a straggler is one rank in nearly every step.
+slow and now that one; a straggler is one rank in nearly every step. Ranks that share a GPU take turns on it, now one
+longer and now another, so that there it must be so twice in a row.
 """
 
 import torch
@@ -30,7 +31,8 @@ class Pace:
         self.peers = peers_of(layout)
         self._times: list[list[float]] = []
         self._place = flag_device(layout.norm, layout.world.device)
-        self._told: set[int] = set()
+        self._needed = 2 if layout.world.ranks_on_device > 1 else 1
+        self._in_a_row: dict[int, int] = {}
         self.found: list[tuple[int, str, float]] = []
         """Stragglers of the last comparison: rank, phase, how many times as slow as its peers."""
 
@@ -45,11 +47,10 @@ class Pace:
         mine = torch.tensor(self._times, dtype=torch.float64, device=self._place)
         self._times = []
         everyone = all_gather(mine, self.layout.norm, purpose="pace").cpu()  # (ranks, steps, phases)
-        self.found = [f for group in self.peers if (f := straggler(everyone, group, self.threshold)) is not None]
-        slow = {rank for rank, _, _ in self.found}
-        new = [told(*found, everyone) for found in self.found if found[0] not in self._told]
-        self._told = slow
-        return new
+        slow = [f for group in self.peers if (f := straggler(everyone, group, self.threshold)) is not None]
+        self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank, _, _ in slow}
+        self.found = [found for found in slow if self._in_a_row[found[0]] >= self._needed]
+        return [told(*found, everyone) for found in self.found if self._in_a_row[found[0]] == self._needed]
 
 
 def peers_of(layout: Layout) -> list[list[int]]:
