@@ -38,6 +38,14 @@ def test_what_is_generated_matches_the_code(name: str) -> None:
     assert words(made) == words((DOCS / name).read_text()), "run: python docs/make_reference.py"
 
 
+def test_what_is_marked_is_computed_or_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    script = loaded("fill_pages")
+    assert len(script.pages()) >= 6
+    for page in script.pages():
+        assert (DOCS / page).read_text() == script.filled(page), f"{page}: python docs/fill_pages.py"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)

@@ -1,9 +1,7 @@
 """The planner: laws that no constant may break, machines, and the search."""
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -115,25 +113,10 @@ def test_some_micro_batches_tell_of_all(schedule: str, chunks: int, within: floa
 # ---- constants and machines ------------------------------------------------------------------------------------------
 
 
-def make_tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "docs/make_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_at_most_fifty_constants_are_fitted_and_all_are_told() -> None:
     entries = told()
     assert sum(str(entry["from"]).startswith("fitted") for entry in entries.values()) <= 50
     assert all(entry["says"] and entry["value"] > 0 for entry in entries.values())
-
-
-@pytest.mark.parametrize("page", ["planning.md", "choosing.md"])
-def test_the_tables_of_the_docs_are_computed(page: str) -> None:
-    tables = make_tables()
-    assert (ROOT / "docs" / page).read_text() == tables.filled(page), "python docs/make_tables.py"
 
 
 @pytest.mark.parametrize("kind", kinds())
