@@ -206,6 +206,61 @@ def test_a_course_from_its_start(
     assert Course.at(tmp_path / "mine").hints == {}
 
 
+def test_nothing_of_a_persons_own_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    thesis = tmp_path / "thesis" / "progress.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("chapter 2: to do\n")
+    assert main(["learn", "hint", "1", "--dir", "thesis"]) == 2
+    assert main(["learn", "start", "thesis"]) == 2
+    assert thesis.read_text() == "chapter 2: to do\n"
+    course = Course.start(tmp_path / "mine")
+    progress, text = course.folder / "progress.txt", course.home(lessons()[0]) / "README.md"
+    progress.write_text(progress.read_text() + "a note of mine\n01_data_wall hints " + "9" * 5000 + "\n")
+    text.write_text("my notes")
+    course.next_hint(lessons()[2])
+    Course.start(tmp_path / "mine")
+    assert "a note of mine" in progress.read_text()
+    assert text.read_text() == "my notes"
+
+
+def test_two_commands_in_one_course(tmp_path: Path) -> None:
+    watching = Course.start(tmp_path / "mine")
+    first, second, third = lessons()[:3]
+    other = Course.at(tmp_path / "mine")
+    other.pass_(second, "abc")
+    other.next_hint(third)
+    watching.pass_(first, "def")  # which it knew nothing of
+    found = Course.at(tmp_path / "mine")
+    assert found.passed == {first.slug: "def", second.slug: "abc"}
+    assert found.hints == {third.slug: 1}
+
+
+@pytest.mark.parametrize("kind", ["latin", "loop", "link", "folder"])
+def test_reset_of_whatever_is_there(kind: str, tmp_path: Path) -> None:
+    course, lesson = Course.start(tmp_path / "mine"), lessons()[4]
+    file = course.file(lesson)
+    elsewhere = tmp_path / "elsewhere.py"
+    elsewhere.write_text("mine")
+    file.unlink()
+    match kind:
+        case "latin":
+            file.write_bytes(b"# caf\xe9\n")
+        case "loop":
+            file.symlink_to("exercise.py")
+        case "link":
+            file.symlink_to(elsewhere)
+        case "folder":
+            file.mkdir()
+            with pytest.raises(UserError, match="move it away"):
+                course.reset(lesson)
+            return
+    kept = course.reset(lesson)
+    assert file.read_text() == lesson.skeleton
+    assert elsewhere.read_text() == "mine"
+    assert (kept is not None) == (kind != "loop")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -213,6 +268,10 @@ def test_a_course_from_its_start(
         (["learn", "check"], "is no course; start one: lockstep learn start"),
         (["learn", "start", "file"], "file is a file"),
         (["learn", "start", "full"], "has other things in it"),
+        (["learn", "strat"], "did you mean start?"),
+        (["learn", "list", "--watch"], "--watch is for lockstep learn check"),
+        (["learn", "list", "3"], "learn list shows all lessons"),
+        (["learn", "start", "a", "--dir", "b"], "two folders"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -231,8 +290,11 @@ def test_a_lesson_has_many_names() -> None:
     assert (
         lesson_named("1") == lesson_named("01") == lesson_named(first.name) == lesson_named(first.slug + "/") == first
     )
+    assert lesson_named("04_all_reduce/exercise.py") == lesson_named("ALL_REDUCE") == lessons()[3]
     with pytest.raises(UserError, match="there is no lesson 'ninety'"):
         lesson_named("ninety")
+    with pytest.raises(UserError, match="did you mean all_reduce"):
+        lesson_named("all_redcue")
 
 
 def test_an_exercise_that_never_ends_is_cut(tmp_path: Path) -> None:
@@ -244,6 +306,61 @@ def test_an_exercise_that_never_ends_is_cut(tmp_path: Path) -> None:
     outcome = check(lesson, file)
     assert not outcome.passed
     assert re.search(r"did not end within 10 s: it is at exercise.py line \d+", outcome.problem)
+
+
+FIRST, THIRD = lessons()[0].solution, lessons()[2].solution
+ODD = {  # what an exercise may do -> its lesson, its file, what is said of it; None: it passes all the same
+    "leaves": (1, "import os; os._exit(0)\n", "os._exit(0) at exercise.py line 1"),
+    "leaves in good order": (1, "import sys; sys.exit(0)\n", "SystemExit: 0"),
+    "one rank leaves": (
+        3,
+        "import os, torch.distributed as d\nif d.get_rank() == 1: os._exit(0)\n" + THIRD,
+        "on rank 1: os._exit(0) at exercise.py line 2",
+    ),
+    "is interrupted": (1, "raise KeyboardInterrupt\n", "exercise.py line 1, in <module>: KeyboardInterrupt"),
+    "is empty": (3, "", "exercise.py has no 'start_alike'"),
+    "is no text": (1, "x = 1\0\n", "exercise.py line 1: source code string cannot contain null bytes"),
+    "gives nothing": (
+        1,
+        FIRST.replace("return losses", "return None"),
+        "the check cannot use what exercise.py gave: TypeError",
+    ),
+    "sends other bytes": (
+        3,
+        THIRD.replace("dist.all_gather(places, value)", "dist.all_gather(places, value)\n    cut(value)")
+        + "\ndef cut(value):\n    dist.all_reduce(value[: 1 + 9 * dist.get_rank()].clone())\n",
+        "came where a rank expects",
+    ),
+    "leaves a thread": (
+        1,
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(300,)).start()\n" + FIRST,
+        None,
+    ),
+    "leaves a process": (3, "import subprocess; subprocess.Popen(['sleep', '297'])\n" + THIRD, None),
+    "changes torch": (
+        1,
+        "import torch; torch.set_grad_enabled(False); torch.set_default_dtype(torch.float64)\n" + FIRST,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_exercises(name: str, tmp_path: Path) -> None:
+    number, text, said = ODD[name]
+    outcome = outcome_of(lesson_named(str(number)), text, tmp_path)
+    assert outcome.passed == (said is None), outcome.problem
+    assert (said or "") in outcome.problem
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "sleep 297" not in running
+
+
+@pytest.mark.slow
+def test_an_exercise_that_cannot_be_left_is_ended(tmp_path: Path) -> None:
+    text = "import time\nwhile True:\n    try: time.sleep(1)\n    except BaseException: pass\n"
+    outcome = outcome_of(lessons()[0], text, tmp_path, patience=1)
+    assert "it did not end within 20 s" in outcome.problem
+    assert "rank 0: exercise.py line 3" in outcome.problem
 
 
 @pytest.mark.slow

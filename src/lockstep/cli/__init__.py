@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from io import TextIOWrapper
 
 from lockstep.errors import RankError, UserError
 
@@ -78,6 +79,9 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 fine, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no ✓ shows a ?
     if args and args[0].startswith("--local_rank="):  # DeepSpeed's launcher says it here, and in the environment
         args = args[1:]
     if not args or args[0] in ("-h", "--help", "help") or args in (["bench"], ["bench", "--help"], ["bench", "-h"]):

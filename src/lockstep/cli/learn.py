@@ -1,8 +1,14 @@
 """`lockstep learn`."""
 
 import difflib
+import os
+import shlex
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -58,9 +64,11 @@ def main(argv: list[str]) -> int:
     arguments = parse(LearnArguments, argv or ["--help"], "learn")
     verb, named = arguments.verb, arguments.lesson or None
     if verb not in VERBS:
-        raise UserError(f"learn {verb or 'what?'}: there are {', '.join(VERBS)}; see lockstep learn --help")
+        meant = f"did you mean {near[0]}? " if (near := get_close_matches(verb, VERBS, 1)) else ""
+        raise UserError(f"learn {verb or 'what?'}: {meant}there are {', '.join(VERBS)}; see lockstep learn --help")
+    refuse_senseless(arguments)
     if verb == "start":
-        return start(Path(named or DEFAULT))
+        return start(Path(named or (DEFAULT if arguments.dir == "." else arguments.dir)))
     course = Course.at(Path(arguments.dir))
     if verb == "list":
         return show_list(course)
@@ -73,11 +81,25 @@ def main(argv: list[str]) -> int:
     return actions[verb](course, lesson)
 
 
+def refuse_senseless(arguments: LearnArguments) -> None:
+    """A flag, or a lesson, that the verb would not look at."""
+    verb = arguments.verb
+    if verb != "check" and (arguments.watch or arguments.share_gpu):
+        flag = "--watch" if arguments.watch else "--share-gpu"
+        raise UserError(f"learn {verb}: {flag} is for lockstep learn check; leave it out")
+    if verb == "list" and arguments.lesson:
+        raise UserError(f"learn list shows all lessons; for one: lockstep learn next {arguments.lesson}")
+    if verb == "start" and arguments.lesson and arguments.dir != ".":
+        raise UserError(f"learn start: two folders, {arguments.lesson} and --dir {arguments.dir}; name one")
+
+
 def start(folder: Path) -> int:
     course = Course.start(folder)
     first = course.next() or lessons()[0]
-    say(f"{counted(len(lessons()), 'lesson')} in {folder}; begin with {course.home(first) / 'README.md'}, then")
-    say(f"    cd {folder} && lockstep learn check --watch")
+    begin = "go on" if course.passed else "begin"
+    text = Path(first.slug) / "README.md"
+    say(f"{counted(len(lessons()), 'lesson')} in {folder}; {begin} with {folder / text}, then")
+    say(f"    cd {shlex.quote(str(folder))} && lockstep learn check --watch")
     return 0
 
 
@@ -103,32 +125,52 @@ def show_next(course: Course, lesson: Lesson) -> int:
 
 def check_one(course: Course, lesson: Lesson, share_gpu: bool) -> bool:
     """Grade it unless it has passed as it is; whether it passes."""
-    from lockstep.learn.check import check, shown  # torch, which takes seconds to load
-
     file = course.file(lesson)
     fingerprint = course.fingerprint(lesson)
     if fingerprint is None:
-        raise UserError(f"{file} cannot be read; lockstep learn reset {lesson.number} lays it out again")
+        raise unreadable(course, lesson)
     title = f"{lesson.number}. {lesson.manifest.title}"
     if course.has_passed(lesson) and not share_gpu:
         say(f"✓ {title}: has passed, and is unchanged since")
         return True
+    with ctrl_c_waits():
+        from lockstep.learn.check import check, shown  # torch, which takes seconds to load
     ranks = " and ".join(map(str, lesson.manifest.ranks))
     with console().status(f"{title}: {ranks} ranks" if ranks != "1" else title):
         outcome = check(lesson, file, share_gpu)
+    if outcome.passed:
+        course.pass_(lesson, fingerprint)  # first: whatever becomes of the terminal
     for line in shown(outcome):
         say(line)
     if not outcome.passed:
         say("")
-        say(f"{title}: not yet ({outcome.seconds:.1f} s); lockstep learn hint {lesson.number} helps")
+        predicts = "predict first" in outcome.problem
+        helps = "the rest is graded after that" if predicts else f"lockstep learn hint {lesson.number} helps"
+        say(f"{title}: not yet ({outcome.seconds:.1f} s); {helps}")
         return False
-    course.pass_(lesson, fingerprint)
     say(f"✓ {title}: passed in {outcome.seconds:.1f} s on {ranks} rank{'s' * (ranks != '1')}")
     say(f"  the reference beside yours: lockstep learn diff {lesson.number}; in full: {lesson.manifest.home}")
     upcoming = course.next()
     if upcoming is not None:
         say(f"  next: {course.home(upcoming) / 'README.md'}")
     return True
+
+
+def unreadable(course: Course, lesson: Lesson) -> UserError:
+    file = course.file(lesson)
+    if file.is_file() and not os.access(file, os.R_OK):
+        return UserError(f"{file} may not be read: chmod u+r {shlex.quote(str(file))}")
+    return UserError(f"{file} cannot be read; lockstep learn reset {lesson.number} lays it out again")
+
+
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """In the midst of torch's import it would end in an abort of C++."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def watch(course: Course, lesson: Lesson, goes_on: bool, share_gpu: bool) -> int:
@@ -159,7 +201,10 @@ def hint(course: Course, lesson: Lesson) -> int:
 
 def diff(course: Course, lesson: Lesson) -> int:
     refuse_before(course, lesson, "diff")
-    mine = course.file(lesson).read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        mine = course.file(lesson).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        raise unreadable(course, lesson) from None
     lines = list(difflib.unified_diff(mine, lesson.solution.splitlines(), "yours", "the reference", lineterm=""))
     if not lines:
         say("no difference")

@@ -31,10 +31,16 @@ def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...], last: t
     return table
 
 
+class Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """`| head` has seen enough: main() ends it in good order."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """A terminal's own width; 120 columns where the output goes to a file or a pipe."""
-    found = Console()
-    return found if found.is_terminal else Console(width=120)
+    found = Screen()
+    return found if found.is_terminal else Screen(width=120)
 
 
 def write_rows(rows: list[dict[str, Any]], file: Path) -> None:

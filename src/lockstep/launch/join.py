@@ -95,7 +95,8 @@ def join_world(
         yield World(rank, size, local_rank, torch_device, backend, sharing, timeout, restart_count(), launch_id())
     # Not in a `finally`: a failing rank must report its error before its peers see the connection close,
     # or theirs ("connection closed by peer") would be reported as the first.
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a function of a user's may have done it
+        dist.destroy_process_group()
 
 
 def check_known(backend: str, flag: str = "--backend") -> None:

@@ -73,6 +73,7 @@ def run_on_ranks(
     start_method: StartMethod = "spawn",
     saves_when_stopped: bool = False,
     max_restarts: int = 0,
+    apart: bool = False,
 ) -> list[Any]:
     """Run `function(world, *args)` on every rank; return the results of this machine's ranks in rank order.
 
@@ -80,6 +81,7 @@ def run_on_ranks(
     rank that we start; None: an equal part of the machine's, or what OMP_NUM_THREADS says. `start_method`: see
     `rank.py`. `saves_when_stopped`: Ctrl-C is left to the function, which ends in good order; a second one is not.
     `max_restarts`: how often all ranks are started anew when one fails; the function must know where to go on.
+    `apart`: a single rank too is a process of its own.
     """
     if adopt_environment():
         size = int(os.environ["WORLD_SIZE"])
@@ -96,7 +98,7 @@ def run_on_ranks(
         print(f"{nproc} ranks on the CPU: there are fewer GPUs here (--share-gpu lets ranks share one)")
         launch = replace(launch, device="cpu")
     choose_device(launch.device, 0, nproc, launch.share_gpu)  # refuse here, in one voice, not on each rank
-    if nproc == 1 and not max_restarts and threads in (None, torch.get_num_threads()):
+    if nproc == 1 and not max_restarts and not apart and threads in (None, torch.get_num_threads()):
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
     run_id = uuid.uuid4().hex

@@ -1,7 +1,9 @@
 """A check: the ranks of a lesson are started, its grader runs on them, and what went wrong is explained."""
 
+import os
 import re
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -10,14 +12,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
+from lockstep.launch.leftovers import FOLDER_PREFIX
+from lockstep.launch.processes import signature
 from lockstep.launch.rank import blames_another, has_missed_its_peers
 from lockstep.layout.world import World
-from lockstep.learn.drawing import Logs, draw, events_of, last_calls, read_logs
+from lockstep.learn.drawing import Logs, draw, events_of, in_the_grader, last_calls, read_logs
 from lockstep.learn.lesson import Lesson, lesson_named
-from lockstep.learn.rank import Graded, Guess, NotPassedError, Rank, in_exercise
+from lockstep.learn.overseer import Overseer, bring_back, overseen
+from lockstep.learn.rank import Graded, Guess, NotPassedError, Rank, in_exercise, in_grader
 from lockstep.learn.recorder import Recorder
 from lockstep.words import counted
 
@@ -43,6 +52,8 @@ def check(lesson: Lesson, file: Path, share_gpu: bool = False, patience: float =
 
     `patience`: how many times longer than the lesson says ranks may take, on a machine that is busy with other things.
     """
+    if share_gpu and not torch.cuda.is_available():
+        raise UserError("--share-gpu: there is no GPU here; leave it out, and the ranks are CPU processes")
     start = time.monotonic()
     outcome = Outcome(True)
     for size in lesson.manifest.ranks:
@@ -56,89 +67,120 @@ def check(lesson: Lesson, file: Path, share_gpu: bool = False, patience: float =
 def on_ranks(lesson: Lesson, file: Path, size: int, share_gpu: bool, seconds: float) -> Outcome:
     device, backend = ("cuda", None) if share_gpu else ("cpu", "gloo" if size > 1 else None)
     launch = Launch(size, device, backend, share_gpu and size > 1, seconds, oversubscribe=True)  # type: ignore[arg-type]
-    graded, failed = Graded(), None
-    with tempfile.TemporaryDirectory(prefix="lockstep-learn-") as folder:
+    failed: UserError | RankError | None = None
+    with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{signature()}-") as name:
+        folder = Path(name)
+        overseer = Overseer(folder, size, IDLE * seconds)
+        overseer.start()
         try:
-            graded = run_on_ranks(
-                *(grade_on_rank, lesson.name, file, Path(folder), seconds),
+            run_on_ranks(
+                *(grade_on_rank, lesson.name, file, folder, seconds),
                 launch=launch,
                 threads=1,
                 start_method="forkserver",
-            )[0]
+                apart=True,
+            )
         except (UserError, RankError) as error:
             failed = error
-        logs = read_logs(Path(folder), size)
-    if failed is not None:
-        known = lesson.explain(logs) if isinstance(failed, RankError) else None
-        graded.problem = "\n".join([*([known] if known else []), _in_words(failed, file, logs, seconds)])
-    if not graded.problem:
-        return Outcome(True, ranks=size, guesses=graded.guesses, notes=graded.notes)
+        finally:
+            overseer.stop()
+        graded = overseer.graded()
+        if graded is not None and not graded[0].problem:  # all ranks were done, whatever ended them
+            return Outcome(True, ranks=size, guesses=graded[0].guesses, notes=graded[0].notes)
+        logs, grading = read_logs(folder, size), in_the_grader(folder, size)
+        if graded is not None:
+            problem = graded[0].problem
+        elif overseer.cut:
+            problem = "\n".join([f"it did not end within {IDLE * seconds:g} s", *overseer.places(file)])
+        else:
+            assert failed is not None, "a rank has neither failed nor brought anything back"
+            problem = _in_words(failed, file, logs, grading, seconds, said_below(folder))
+            known = lesson.explain(logs) if isinstance(failed, RankError) else None
+            problem = f"{known}\n{problem}" if known else problem
     apart = next((e for e in events_of(logs) if e.came and not e.whole), None) if size > 1 else None
     if apart is not None:
-        graded.problem += f"\nthe first collective that differs: {apart.text}"
-    return Outcome(False, problem=graded.problem, ranks=size, drawing=draw(logs))
+        problem += f"\nthe first collective that differs: {apart.text}"
+    return Outcome(False, problem=problem, ranks=size, drawing=draw(logs))
 
 
-def _in_words(error: UserError | RankError, file: Path, logs: Logs, seconds: float) -> str:
+def _in_words(
+    error: UserError | RankError, file: Path, logs: Logs, grading: set[int], seconds: float, below: str
+) -> str:
     """Without what is said for operators: of a traceback, and of the stacks of ranks that hang, only the exercise."""
     text = str(error)
     if not isinstance(error, RankError):
         return text
     lines = text.splitlines()
-    if text.startswith("the ranks hung: "):
-        said = lines[0].removeprefix("the ranks hung: ")
-        known = "" if said.startswith("no rank waits") else f": {said}"  # of messages the watch knows nothing
-        return "\n".join([f"the ranks hung; cut after {seconds:g} s{known}", *last_calls(logs)])
-    places = re.findall(rf'File "{re.escape(str(file))}", line (\d+), in (\w+)', text)
-    if not places:
-        return text
-    line, function = places[-1]
     rank = re.match(r"rank \d+", lines[0])
     who = rank[0] if rank else "a rank"
-    if "imed out" in lines[0]:
-        first = f"the ranks hung; cut after {seconds:g} s: {who} waits at {file.name} line {line}, in {function}"
-        return "\n".join([first, *last_calls(logs)])
-    return f"{lines[0]}\nat {file.name} line {line}, in {function}"
+    hung = f"the ranks hung; cut after {seconds:g} s"
+    if text.startswith("the ranks hung: "):
+        return "\n".join([hung, *last_calls(logs, grading)])
+    places = re.findall(rf'File "{re.escape(str(file))}", line (\d+), in (\w+)', text)
+    if places:
+        line, function = places[-1]
+        if "imed out" in lines[0]:
+            return "\n".join(
+                [f"{hung}: {who} waits at {file.name} line {line}, in {function}", *last_calls(logs, grading)]
+            )
+        return f"{lines[0]}\nat {file.name} line {line}, in {function}"
+    sizes = re.search(r"(\d+) vs (\d+)", below)
+    if sizes is not None:
+        said = f"a message of {sizes[1]} B came where a rank expects {sizes[2]} B"
+        return "\n".join([f"{said}: other shapes, dtypes or another order of calls", *last_calls(logs, grading)])
+    if "exit code" in lines[0]:
+        return "\n".join([f"{who} has ended in the midst of it", *last_calls(logs, grading)])
+    return text
 
 
-def grade_on_rank(world: World, name: str, file: Path, folder: Path, seconds: float) -> Graded:
+def grade_on_rank(world: World, name: str, file: Path, folder: Path, seconds: float) -> None:
     """What each rank runs."""
     warnings.simplefilter("ignore", FutureWarning)  # names that one release calls old and another does not know yet
     lesson = lesson_named(name)
+    with overseen(folder, world.rank, IDLE * seconds), quiet_below(folder, world.rank):
+        graded = _graded(world, lesson, file, folder, seconds)
+        bring_back(folder, world.rank, graded)
+
+
+def _graded(world: World, lesson: Lesson, file: Path, folder: Path, seconds: float) -> Graded:
+    where = f"on rank {world.rank}: " if world.size > 1 else ""
     recorder = Recorder(file, folder / f"rank{world.rank}.jsonl", world.rank)
     try:
-        with cut_short(file, seconds):
+        with cut_short(file, seconds), not_leaving(file, where):
             rank = Rank(world, lesson, file, recorder)
             rank.has_predicted()
             lesson.grade(rank)
             return rank.graded
     except NotPassedError as problem:
         return Graded(str(problem))
+    except CutShort as late:
+        raise UserError(f"{where}{late}") from None
     except UserError:
         raise
-    except Exception as error:
+    except BaseException as error:  # an exercise may raise anything
         if has_missed_its_peers(error) or blames_another(error):
             raise
-        said = in_exercise(error, file)
+        said = in_exercise(error, file) or in_grader(error, file)
         if said is None:
             raise
-        where = f"on rank {world.rank}: " if world.size > 1 else ""
         raise UserError(where + said) from error
 
 
-IDLE = 6
+IDLE = 2
 """How many times longer it may take by the clock than it may compute: waiting has a limit of its own."""
+
+
+class CutShort(BaseException):
+    """No Exception: an exercise that catches those is left all the same."""
 
 
 @contextmanager
 def cut_short(file: Path, seconds: float) -> Iterator[None]:
     """An exercise that computes for longer than this is left, wherever it is."""
 
-    def leave(_: int, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_filename != str(file):
-            frame = frame.f_back
-        at = f"{file.name} line {frame.f_lineno}" if frame is not None else "the exercise"
-        raise UserError(f"it did not end within {seconds:g} s: it is at {at}")
+    def leave(number: int, frame: FrameType | None) -> None:
+        limit = seconds if number == signal.SIGVTALRM else IDLE * seconds
+        raise CutShort(f"it did not end within {limit:g} s: it is at {place_in(file, frame)}")
 
     signals = {signal.SIGVTALRM: (signal.ITIMER_VIRTUAL, seconds), signal.SIGALRM: (signal.ITIMER_REAL, IDLE * seconds)}
     before = {number: signal.signal(number, leave) for number in signals}
@@ -150,6 +192,57 @@ def cut_short(file: Path, seconds: float) -> Iterator[None]:
         for number, (timer, _) in signals.items():
             signal.setitimer(timer, 0)
             signal.signal(number, before[number])
+
+
+@contextmanager
+def not_leaving(file: Path, where: str) -> Iterator[None]:
+    """An exercise that calls os._exit would be gone without a word, and the agent would wait for what it brings."""
+    process, leave = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        place = place_in(file, sys._getframe())
+        if os.getpid() == process and place != NOWHERE:
+            get_error_handler().record_exception(UserError(f"{where}os._exit({status}) at {place}"))
+            status = status or 1
+        leave(status)
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+NOWHERE = "the exercise"
+
+
+def place_in(file: Path, frame: FrameType | None) -> str:
+    while frame is not None and frame.f_code.co_filename != str(file):
+        frame = frame.f_back
+    return f"{file.name} line {frame.f_lineno}" if frame is not None else NOWHERE
+
+
+# ---- what gloo and NCCL say of themselves ------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet_below(folder: Path, rank: int) -> Iterator[None]:
+    """Stacks of C++ threads go to a file; what Python writes still goes to the screen."""
+    sys.stderr.flush()
+    screen = os.dup(2)
+    with (folder / f"rank{rank}.below").open("wb") as kept:
+        os.dup2(kept.fileno(), 2)
+    before, sys.stderr = sys.stderr, os.fdopen(screen, "w", buffering=1, errors="replace")
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(screen, 2)
+        sys.stderr = before
+
+
+def said_below(folder: Path) -> str:
+    return "\n".join(file.read_text(errors="replace") for file in sorted(folder.glob("rank*.below")))
 
 
 def shown(outcome: Outcome) -> list[str]:

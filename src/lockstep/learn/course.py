@@ -1,13 +1,19 @@
 """The learner's folder: a lesson in each of its folders, and a small text file of what has passed.
 
-    progress.txt    01_data_wall passed 3f9a0c27d1e4
+    progress.txt    # Lockstep course
+                    01_data_wall passed 3f9a0c27d1e4
                     02_two_copies hints 1
 
 A lesson that has passed is not run again until its file changes: the last word of its line is the file's fingerprint.
+Lines of a person's own stay. Two commands may be at work in one course: a change is made to what the file says by then.
 """
 
+import fcntl
 import hashlib
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +22,8 @@ from lockstep.learn.lesson import Lesson, lesson_named, lessons
 from lockstep.results.whole import write_whole
 
 PROGRESS, EXERCISE, TEXT = "progress.txt", "exercise.py", "README.md"
+HEADER = "# Lockstep course"
+"""The first line of its progress: other people have files of that name too."""
 DEFAULT = "lockstep-course"
 """The folder of `learn start` without a name."""
 WELCOME = """\
@@ -41,6 +49,8 @@ class Course:
     """Folder of a lesson -> fingerprint of the file that passed."""
     hints: dict[str, int] = field(default_factory=dict)
     """Folder of a lesson -> how many of its hints were shown."""
+    others: list[str] = field(default_factory=list)
+    """Lines of a person's own."""
 
     # ---- the folder ------------------------------------------------------------------------------------------
 
@@ -49,21 +59,23 @@ class Course:
         """Lay it out. What is there already stays as it is: lessons that are missing are added."""
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file; name a folder for the course")
-        strange = [f for f in folder.iterdir() if f.name != PROGRESS] if folder.exists() else []
-        if strange and not (folder / PROGRESS).exists():
-            raise UserError(f"{folder} has other things in it ({strange[0].name}); name a new folder for the course")
+        course = cls(folder)
+        if not course.is_one() and folder.exists() and any(folder.iterdir()):
+            strange = next(folder.iterdir()).name
+            raise UserError(f"{folder} has other things in it ({strange}); name a new folder for the course")
+        rows = "".join(f"{o.number:>3}. [{o.manifest.title}]({o.slug}/{TEXT})\n" for o in lessons())
+        files = {folder / TEXT: WELCOME.format(count=len(lessons())) + rows}
+        for lesson in lessons():
+            files[course.home(lesson) / TEXT] = lesson.text
+            files[course.file(lesson)] = lesson.skeleton
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            course = cls.at(folder) if (folder / PROGRESS).exists() else cls(folder)
-            course.save()
-            for lesson in lessons():
-                home = course.home(lesson)
-                home.mkdir(exist_ok=True)
-                write_whole(home / TEXT, lesson.text)
-                if not course.file(lesson).exists():
-                    write_whole(course.file(lesson), lesson.skeleton)
-            rows = "".join(f"{o.number:>3}. [{o.manifest.title}]({o.slug}/{TEXT})\n" for o in lessons())
-            write_whole(folder / TEXT, WELCOME.format(count=len(lessons())) + rows)
+            with course.changing():
+                pass  # it is a course from now on: what is missing after a failure is added by the next start
+            for file, text in files.items():
+                file.parent.mkdir(exist_ok=True)
+                if not file.exists():
+                    write_whole(file, text)
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror}); choose another folder") from None
         return course
@@ -73,9 +85,18 @@ class Course:
         """The course of this folder, or of one above it, as git finds its repository."""
         here = folder.resolve()
         for home in (here, *here.parents, here / DEFAULT):
-            if (home / PROGRESS).is_file():
-                return cls(home)._read()
+            course = cls(home)
+            if course.is_one():
+                course._read()
+                return course
         raise UserError(f"{folder} is no course; start one: lockstep learn start")
+
+    def is_one(self) -> bool:
+        try:
+            with (self.folder / PROGRESS).open(encoding="utf-8", errors="replace") as stream:
+                return stream.readline(100).startswith(HEADER)
+        except OSError:
+            return False
 
     def home(self, lesson: Lesson) -> Path:
         return self.folder / lesson.slug
@@ -86,14 +107,23 @@ class Course:
     def reset(self, lesson: Lesson) -> Path | None:
         """The skeleton again; what was there is kept beside it."""
         file, kept = self.file(lesson), None
+        if file.is_dir() or (file.parent.exists() and not file.parent.is_dir()):
+            place = file if file.is_dir() else file.parent
+            raise UserError(f"{place} is not what a course has there; move it away, and reset again")
         file.parent.mkdir(exist_ok=True)
-        if file.exists() and file.read_text(encoding="utf-8") != lesson.skeleton:
+        if file.is_file() and file.read_bytes() != lesson.skeleton.encode():
             kept = next(p for n in range(1, 10_000) if not (p := file.with_name(f"exercise.{n}.old")).exists())
-            shutil.copyfile(file, kept)
+            try:
+                shutil.copyfile(file, kept)
+            except OSError as error:
+                kept.unlink(missing_ok=True)
+                raise UserError(f"{file} cannot be kept as {kept.name} ({error.strerror}); nothing changed") from None
+        if file.is_symlink():
+            file.unlink()  # the link, not what it leads to
         write_whole(file, lesson.skeleton)
-        self.passed.pop(lesson.slug, None)
-        self.hints.pop(lesson.slug, None)
-        self.save()
+        with self.changing():
+            self.passed.pop(lesson.slug, None)
+            self.hints.pop(lesson.slug, None)
         return kept
 
     # ---- how far one is --------------------------------------------------------------------------------------
@@ -126,30 +156,43 @@ class Course:
         return self.next() or lessons()[-1]
 
     def pass_(self, lesson: Lesson, fingerprint: str) -> None:
-        self.passed[lesson.slug] = fingerprint
-        self.save()
+        with self.changing():
+            self.passed[lesson.slug] = fingerprint
 
     def next_hint(self, lesson: Lesson) -> int:
         """The number of the hint to show now, from 0; the last one again when all were shown."""
-        shown = self.hints.get(lesson.slug, 0)
-        self.hints[lesson.slug] = min(shown + 1, len(lesson.manifest.hints))
-        self.save()
+        with self.changing():
+            shown = self.hints.get(lesson.slug, 0)
+            self.hints[lesson.slug] = min(shown + 1, len(lesson.manifest.hints))
         return min(shown, len(lesson.manifest.hints) - 1)
 
-    def save(self) -> None:
-        lines = [f"{slug} passed {fingerprint}" for slug, fingerprint in sorted(self.passed.items())]
-        lines += [f"{slug} hints {count}" for slug, count in sorted(self.hints.items())]
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """What is changed inside is written down, beside what others have written meanwhile."""
+        place = os.open(self.folder, os.O_RDONLY)
         try:
+            fcntl.flock(place, fcntl.LOCK_EX)
+            self._read()
+            yield
+            lines = [HEADER, *(f"{slug} passed {fingerprint}" for slug, fingerprint in sorted(self.passed.items()))]
+            lines += [*(f"{slug} hints {count}" for slug, count in sorted(self.hints.items())), *self.others]
             write_whole(self.folder / PROGRESS, "".join(f"{line}\n" for line in lines))
-        except OSError as error:
-            raise UserError(f"{self.folder / PROGRESS} cannot be written ({error.strerror})") from None
+        finally:
+            os.close(place)
 
-    def _read(self) -> "Course":
-        """Lines that we do not know are left out: a person may have edited the file."""
-        for line in (self.folder / PROGRESS).read_text(encoding="utf-8", errors="replace").splitlines():
+    def _read(self) -> None:
+        self.passed, self.hints, self.others = {}, {}, []
+        if not self.is_one():
+            return
+        try:
+            text = (self.folder / PROGRESS).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(f"{self.folder / PROGRESS} cannot be read ({error.strerror})") from None
+        for line in text.splitlines()[1:]:
             match line.split():
                 case [slug, "passed", fingerprint]:
                     self.passed[slug] = fingerprint
-                case [slug, "hints", count] if count.isdecimal():
+                case [slug, "hints", count] if count.isdecimal() and len(count) < 3:
                     self.hints[slug] = int(count)
-        return self
+                case _:
+                    self.others.append(line)

@@ -8,11 +8,12 @@ rank 0      rank 1      rank 2
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.learn.recorder import RECEIVES, SENDS
+from lockstep.learn.recorder import GRADING, RECEIVES, SENDS
 
 WIDTH = 12
 MOST = 24
@@ -54,10 +55,18 @@ def read_logs(folder: Path, size: int) -> Logs:
     return logs
 
 
-def last_calls(logs: Logs) -> list[str]:
+def in_the_grader(folder: Path, size: int) -> set[int]:
+    """Ranks whose exercise has returned, and which wait for the others there."""
+    return {rank for rank in range(size) if (folder / f"rank{rank}{GRADING}").exists()}
+
+
+def last_calls(logs: Logs, grading: Collection[int] = ()) -> list[str]:
     """What each rank was in when it hung."""
     lines = []
     for rank, log in enumerate(logs):
+        if rank in grading:
+            lines.append(f"rank {rank} has returned, and waits in the check for the others")
+            continue
         if not log:
             lines.append(f"rank {rank} called nothing")
             continue

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,10 +129,12 @@ def _read(folder: Path) -> Lesson:
 
 
 def lesson_named(word: str) -> Lesson:
-    """By number (5, 05), name (naive_dp), or folder (05_naive_dp)."""
-    wanted = Path(word).name or word
+    """By number (5, 05), name (naive_dp), folder (05_naive_dp), or a file of it."""
+    wanted = [part.lower() for part in (Path(word).name, Path(word).parent.name) if part]
     for lesson in lessons():
-        if wanted in (lesson.name, lesson.slug) or (wanted.isdecimal() and int(wanted) == lesson.number):
+        if {lesson.name, lesson.slug, str(lesson.number), f"{lesson.number:02d}"} & set(wanted):
             return lesson
+    near = get_close_matches(word.lower(), [name for o in lessons() for name in (o.name, o.slug)], 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
     numbers = f"{lessons()[0].number} to {lessons()[-1].number}"
-    raise UserError(f"there is no lesson {word!r}; say its number ({numbers}) or its name: lockstep learn list")
+    raise UserError(f"there is no lesson {word!r}{meant}; say its number ({numbers}) or its name: lockstep learn list")

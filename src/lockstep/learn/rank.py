@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose, isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.layout.world import World
-from lockstep.learn.lesson import Lesson
+from lockstep.learn.lesson import LESSONS, Lesson
 from lockstep.learn.recorder import ALIKE, Call, Recorder
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -132,6 +133,16 @@ class Rank:
                 problem, known = f"{name}\n{problem}", True
         self.agree(problem, known)
 
+    def expect_number(
+        self, what: str, got: object, expected: float, mistakes: Mapping[str, float] | None = None
+    ) -> None:
+        """To nine digits; NaN, None and the like are no numbers."""
+        value = number(got)
+        right = value is not None and isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
+        problem = f"{what}: expected {expected:.6g}, got {got if value is None else f'{value:.6g}'}"
+        names = [n for n, w in (mistakes or {}).items() if value is not None and isclose(value, w, rel_tol=1e-9)]
+        self.agree(None if right else "\n".join([*names[:1], problem]), known=bool(names))
+
     def expect_calls(self, calls: Sequence[Call], expected: Mapping[str, int]) -> None:
         """Operation -> how often; others not at all."""
         counted: dict[str, int] = {}
@@ -150,14 +161,26 @@ class Rank:
     def guess(self, name: str, measured: float) -> None:
         """Beside what the learner has predicted in the constant of that name (`has_predicted` has seen it)."""
         asked = next(p for p in self.lesson.manifest.predict if p.name == name)
-        self.graded.guesses.append(Guess(asked.asks, float(getattr(self.exercise, name)), measured, asked.unit))
+        self.graded.guesses.append(Guess(asked.asks, number(getattr(self.exercise, name)) or 0.0, measured, asked.unit))
 
     def has_predicted(self) -> None:
         """At the beginning: numbers are typed before the run, not after it."""
         for asked in self.lesson.manifest.predict:
-            value = getattr(self.exercise, asked.name, None)
-            missing = not isinstance(value, int | float) or isinstance(value, bool)
-            self.expect(not missing, f"predict first: set {asked.name} in {self.file.name} to a number. {asked.asks}")
+            predicted = number(getattr(self.exercise, asked.name, None))
+            self.expect(
+                predicted is not None, f"predict first: set {asked.name} in {self.file.name} to a number. {asked.asks}"
+            )
+
+
+def number(value: object) -> float | None:
+    """Whatever can be read as a finite number: of Python, numpy or torch."""
+    if value is None or isinstance(value, bool | str | bytes):
+        return None
+    try:
+        read = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return read if isfinite(read) else None
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------------
@@ -169,13 +192,14 @@ def difference(what: str, got: object, expected: Tensor) -> str | None:
         return f"{what}: expected a tensor of shape {tuple(expected.shape)}, got {type(got).__name__}"
     if got.shape != expected.shape:
         return f"{what}: expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
+    if got.is_meta or got.is_complex() or (got.dtype != expected.dtype and expected.dtype in TOLERANCE):
+        kind = "a meta tensor" if got.is_meta else str(got.dtype).removeprefix("torch.")
+        return f"{what}: expected {str(expected.dtype).removeprefix('torch.')}, got {kind}"
     a, b = got.detach().to(torch.float64).cpu(), expected.detach().to(torch.float64).cpu()
-    kind = expected.dtype if expected.dtype in TOLERANCE else torch.float64
-    if got.dtype == torch.float32:
-        kind = torch.float32
+    of = expected.dtype if expected.dtype in TOLERANCE else torch.float64
     scale = max(float(b.abs().max()) if b.numel() else 0.0, 1e-6)
     apart = torch.where(torch.isfinite(a), (a - b).abs(), torch.full_like(a, float("inf")))
-    if not a.numel() or float(apart.max()) <= TOLERANCE[kind] * scale:
+    if not a.numel() or float(apart.max()) <= TOLERANCE[of] * scale:
         return None
     where = int(apart.argmax())
     index = [int(i) for i in torch.unravel_index(torch.tensor(where), a.shape)] if a.dim() else []
@@ -204,20 +228,23 @@ def listed(calls: Mapping[str, int]) -> str:
 
 
 def load_exercise(file: Path) -> ModuleType:
-    """Under a name of its own, so that nothing of ours stands in for it."""
+    """Under a name of its own, so that nothing of ours stands in for it; what lies beside it can be imported."""
+    sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location("exercise", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["exercise"] = module
     spec.loader.exec_module(module)
+    torch.set_default_dtype(torch.float32)  # whatever the exercise has set: the grader's tensors are as it means them
+    torch.set_grad_enabled(True)
     return module
 
 
 def in_exercise(error: BaseException, file: Path) -> str | None:
     """What the exercise raised and in which of its lines; None if it is not the exercise that raised."""
-    if isinstance(error, SyntaxError) and error.filename == str(file):
-        return f"{file.name} line {error.lineno}: {error.msg}"
+    if isinstance(error, SyntaxError) and error.filename in (str(file), None):
+        return f"{file.name} line {error.lineno or 1}: {error.msg}"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     if not lines:
         return None
@@ -226,3 +253,16 @@ def in_exercise(error: BaseException, file: Path) -> str | None:
         return f"not written yet: {error} ({file.name} line {last.lineno}, in {last.name})"
     code = (last.line or linecache.getline(str(file), last.lineno or 0)).strip()
     return f"{file.name} line {last.lineno}, in {last.name}: {type(error).__name__}: {error}\n    {code}"
+
+
+def in_grader(error: BaseException, file: Path) -> str | None:
+    """The grader could not use what the exercise gave: what it was doing with it."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        return (
+            f"{file.name} has no {error.name!r}: the check calls it (lockstep learn reset lays the skeleton out again)"
+        )
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if LESSONS in Path(f.filename).parents]
+    if not frames:
+        return None
+    said = f"the check cannot use what {file.name} gave: {type(error).__name__}: {error}"
+    return f"{said}\n    {frames[-1].line} (in the check)"

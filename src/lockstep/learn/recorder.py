@@ -43,6 +43,8 @@ NEW_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_sing
 """torch 2.13's, which the older releases do not have yet."""
 ALIKE = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 """The same bytes, in one tensor or in a list."""
+GRADING = ".grading"
+"""Ending of the file that is there while a rank is in the grader's own calls."""
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
@@ -90,6 +92,7 @@ class Recorder:
         self.exercise, self.rank = str(exercise), rank
         self.calls: list[Call] = []
         self._log = log.open("a", encoding="utf-8")
+        self._grading = log.with_suffix(GRADING)
         self._inside = threading.local()
 
     def install(self) -> None:
@@ -103,12 +106,14 @@ class Recorder:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """What the grader does itself is no part of the exercise."""
+        """What the grader does itself is no part of the exercise. While it does it, a file says so."""
         before, self._inside.depth = getattr(self._inside, "depth", 0), 1
+        self._grading.touch()
         try:
             yield
         finally:
             self._inside.depth = before
+            self._grading.unlink(missing_ok=True)
 
     @contextmanager
     def during(self) -> Iterator[list[Call]]:
@@ -149,14 +154,22 @@ class Recorder:
             for tensor in payload if isinstance(payload, list | tuple) else [payload]:
                 if isinstance(tensor, Tensor):
                     elements, nbytes = elements + tensor.numel(), nbytes + tensor.nbytes
-        call = Call(
-            name, elements, nbytes, _peer(name, args, kwargs), self._line(), time.monotonic(), _ranks(args, kwargs)
-        )
+        peer = _peer(name, args, kwargs)
+        if name in (*SENDS, *RECEIVES) and peer is not None:
+            self._refuse_stranger("sends to" if name in SENDS else "receives from", peer)
+        call = Call(name, elements, nbytes, peer, self._line(), time.monotonic(), _ranks(args, kwargs))
         self.calls.append(call)
         row = {"op": name, "elements": elements, "peer": call.peer, "line": call.line, "at": call.issued}
         self._log.write(json.dumps(row) + "\n")
         self._log.flush()
         return call
+
+    def _refuse_stranger(self, does: str, peer: int) -> None:
+        """A message to nobody would be waited for without a word of why."""
+        size = dist.get_world_size()
+        if peer == self.rank or not 0 <= peer < size:
+            there = "that is itself" if peer == self.rank else f"there are ranks 0 to {size - 1}"
+            raise ValueError(f"rank {self.rank} {does} rank {peer}, but {there}")
 
     def _line(self) -> int:
         frame: FrameType | None = sys._getframe(2)
