@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from math import ceil, floor
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +18,7 @@ from lockstep.learn.course import Course
 from lockstep.learn.drawing import draw
 from lockstep.learn.lesson import MOST_LINES, Lesson, lesson_named, lessons
 from lockstep.learn.master import parse, render, wrong_names
+from tests.learn_trials import TRIALS, written
 from tests.ranks import LONG
 
 IN_ORDER = [pytest.param(lesson, id=lesson.slug) for lesson in lessons()]
@@ -43,7 +45,8 @@ def test_a_solution_passes(lesson: Lesson, tmp_path: Path) -> None:
     assert outcome.passed, outcome.problem + "\n" + outcome.drawing
     assert len(outcome.guesses) == len(lesson.manifest.predict)
     for guess in outcome.guesses:
-        assert guess.predicted == pytest.approx(guess.measured, rel=0.02), guess.asks
+        assert guess.predicted == pytest.approx(guess.measured), guess.asks
+        assert eval(guess.because, {"ceil": ceil, "floor": floor}) == pytest.approx(guess.measured)
 
 
 @pytest.mark.slow
@@ -60,6 +63,15 @@ def test_a_known_mistake_has_a_name(lesson: Lesson, name: str, tmp_path: Path) -
     outcome = outcome_of(lesson, lesson.wrong(name), tmp_path, 1.0 if name in HANG else PATIENT)
     assert not outcome.passed
     assert lesson.manifest.wrong[name] in outcome.problem, outcome.problem + "\n" + outcome.drawing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "trial"), [(lesson, trial) for lesson in TRIALS for trial in TRIALS[lesson]])
+def test_what_learners_wrote(name: str, trial: str, tmp_path: Path) -> None:
+    outcome = outcome_of(lesson_named(name), written(name, trial), tmp_path)
+    said = TRIALS[name][trial][1]
+    assert outcome.passed == (said is None), outcome.problem + "\n" + outcome.drawing
+    assert (said or "") in outcome.problem, outcome.problem + "\n" + outcome.drawing
 
 
 @pytest.mark.parametrize("lesson", IN_ORDER)
@@ -321,8 +333,8 @@ ODD = {  # what an exercise may do -> its lesson, its file, what is said of it; 
     "is empty": (3, "", "exercise.py has no 'start_alike'"),
     "is no text": (1, "x = 1\0\n", "exercise.py line 1: source code string cannot contain null bytes"),
     "gives nothing": (
-        1,
-        FIRST.replace("return losses", "return None"),
+        3,
+        THIRD.replace("return places if first", "return [None] * len(places) if first"),
         "the check cannot use what exercise.py gave: TypeError",
     ),
     "sends other bytes": (

@@ -135,7 +135,8 @@ def _in_words(
 
 def grade_on_rank(world: World, name: str, file: Path, folder: Path, seconds: float) -> None:
     """What each rank runs."""
-    warnings.simplefilter("ignore", FutureWarning)  # names that one release calls old and another does not know yet
+    warnings.simplefilter("ignore")  # of ours, and names that one release calls old and another does not know yet
+    warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # gradients would be wrong
     lesson = lesson_named(name)
     with overseen(folder, world.rank, IDLE * seconds), quiet_below(folder, world.rank):
         graded = _graded(world, lesson, file, folder, seconds)
@@ -256,12 +257,14 @@ def shown(outcome: Outcome) -> list[str]:
             lines += ["", messages, "", *(f"    {line}" for line in outcome.drawing.splitlines())]
         return lines
     for guess in outcome.guesses:
-        right = abs(guess.predicted - guess.measured) <= 0.02 * max(abs(guess.measured), 1e-12)
+        whole = float(guess.measured).is_integer()  # what can be counted can be said exactly
+        right = abs(guess.predicted - guess.measured) <= (0.0 if whole else 0.01) * abs(guess.measured)
         sign = "✓" if right else "≠"
         unit = f" {guess.unit}" if guess.unit else ""
         asks = re.sub(r"\s+", " ", guess.asks).strip()
         lines += [
             f"{sign} {asks}",
-            f"    you predicted {guess.predicted:,.6g}{unit}; measured {guess.measured:,.6g}{unit}",
+            f"    you predicted {guess.predicted:,.6g}{unit}; {guess.by} {guess.measured:,.6g}{unit}"
+            + (f" = {guess.because}" if not right else ""),
         ]
     return [*lines, *outcome.notes]

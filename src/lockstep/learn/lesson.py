@@ -30,6 +30,8 @@ class Prediction:
     name: str
     """Of a constant in the exercise."""
     asks: str
+    because: str
+    """The arithmetic, for whoever has come to another number."""
     unit: str = ""
 
 

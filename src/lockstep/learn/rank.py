@@ -44,6 +44,10 @@ class Guess:
     predicted: float
     measured: float
     unit: str
+    because: str = ""
+    """Why it is what was measured."""
+    by: str = "measured"
+    """Or "it is", where it is worked out."""
 
 
 @dataclass
@@ -89,13 +93,15 @@ class Rank:
         """On every rank; `otherwise` is the first rank's words that finds it false."""
         self.agree(None if true else otherwise)
 
-    def agree(self, problem: str | None, known: bool = True) -> None:
-        """Fail on all ranks where one has a problem. Mistakes that have a name come before others."""
-        stated = self.gather((problem, known))
-        found = [(not named, rank, text) for rank, (text, named) in enumerate(stated) if text is not None]
+    def agree(self, problem: str | None, mistake: str | None = None) -> None:
+        """Fail on all ranks where one has a problem. `mistake`: its name; said if all that fail have made one."""
+        stated = self.gather((problem, mistake))
+        found = [(rank, text, name) for rank, (text, name) in enumerate(stated) if text is not None]
         if found:
-            _, rank, text = min(found)
-            raise NotPassedError(f"on rank {rank}: {text}" if self.size > 1 else text)
+            rank, text, name = found[0]
+            where = f"on rank {rank}: " if self.size > 1 else ""
+            explained = name is not None and all(other is not None for _, _, other in found)
+            raise NotPassedError(f"{where}{name}\n{text}" if explained else f"{where}{text}")
 
     def gather(self, value: Any) -> list[Any]:
         """Of all ranks, out of the exercise's sight."""
@@ -126,12 +132,13 @@ class Rank:
         self._expect_same(values(got), values(expected), {name: values(w) for name, w in (mistakes or {}).items()})
 
     def _expect_same(self, got: Values, expected: Values, mistakes: Mapping[str, Values]) -> None:
-        problem, known = first_difference(got, expected), False
-        for name, wrong in mistakes.items():
-            explains = first_difference(got, wrong) is None and first_difference(wrong, expected) is not None
-            if problem is not None and not known and explains:
-                problem, known = f"{name}\n{problem}", True
-        self.agree(problem, known)
+        problem = first_difference(got, expected)
+        explain = (
+            name
+            for name, wrong in mistakes.items()
+            if first_difference(got, wrong) is None and first_difference(wrong, expected) is not None
+        )
+        self.agree(problem, next(explain, None) if problem is not None else None)
 
     def expect_number(
         self, what: str, got: object, expected: float, mistakes: Mapping[str, float] | None = None
@@ -141,27 +148,28 @@ class Rank:
         right = value is not None and isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
         problem = f"{what}: expected {expected:.6g}, got {got if value is None else f'{value:.6g}'}"
         names = [n for n, w in (mistakes or {}).items() if value is not None and isclose(value, w, rel_tol=1e-9)]
-        self.agree(None if right else "\n".join([*names[:1], problem]), known=bool(names))
+        self.agree(None if right else problem, names[0] if names else None)
 
-    def expect_calls(self, calls: Sequence[Call], expected: Mapping[str, int]) -> None:
+    def expect_calls(self, calls: Sequence[Call], expected: Mapping[str, int], otherwise: str | None = None) -> None:
         """Operation -> how often; others not at all."""
         counted: dict[str, int] = {}
         for call in calls:
             name = ALIKE.get(call.operation, call.operation)
             counted[name] = counted.get(name, 0) + 1
         expected = {ALIKE.get(name, name): count for name, count in expected.items()}
-        same = counted == expected
-        self.agree(None if same else f"calls: expected {listed(expected)}; got {listed(counted)}", known=False)
+        right = counted == expected
+        self.agree(None if right else f"calls: expected {listed(expected)}; got {listed(counted)}", otherwise)
 
     # ---- what is shown ---------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
         self.graded.notes.append(text)
 
-    def guess(self, name: str, measured: float) -> None:
+    def guess(self, name: str, measured: float, by: str = "measured") -> None:
         """Beside what the learner has predicted in the constant of that name (`has_predicted` has seen it)."""
         asked = next(p for p in self.lesson.manifest.predict if p.name == name)
-        self.graded.guesses.append(Guess(asked.asks, number(getattr(self.exercise, name)) or 0.0, measured, asked.unit))
+        predicted = number(getattr(self.exercise, name)) or 0.0
+        self.graded.guesses.append(Guess(asked.asks, predicted, measured, asked.unit, asked.because, by))
 
     def has_predicted(self) -> None:
         """At the beginning: numbers are typed before the run, not after it."""
@@ -204,7 +212,9 @@ def difference(what: str, got: object, expected: Tensor) -> str | None:
     where = int(apart.argmax())
     index = [int(i) for i in torch.unravel_index(torch.tensor(where), a.shape)] if a.dim() else []
     at = f"[{', '.join(map(str, index))}]" if index else ""
-    return f"{what}{at}: expected {float(b.flatten()[where]):.6g}, got {float(a.flatten()[where]):.6g}"
+    right, got_there = (f"{float(t.flatten()[where]):.6g}" for t in (b, a))
+    near = f" (they differ by {float(apart.max()):.1g})" if right == got_there else ""
+    return f"{what}{at}: expected {right}, got {got_there}{near}"
 
 
 def first_difference(got: Values, expected: Values) -> str | None:
@@ -245,6 +255,8 @@ def in_exercise(error: BaseException, file: Path) -> str | None:
     """What the exercise raised and in which of its lines; None if it is not the exercise that raised."""
     if isinstance(error, SyntaxError) and error.filename in (str(file), None):
         return f"{file.name} line {error.lineno or 1}: {error.msg}"
+    if "autograd kernel was not registered" in str(error):
+        return "autograd went through a plain collective, and knows nothing of it: a torch.autograd.Function says how"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     if not lines:
         return None

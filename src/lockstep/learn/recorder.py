@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class Call:
     """Seconds that the rank stood still for it."""
     ended: float = 0.0
     """When it was known to be over."""
+    place: Callable[[], Tensor | None] = lambda: None
+    """The tensor that it writes to, as long as somebody keeps it."""
 
     @property
     def sent(self) -> float:
@@ -145,6 +148,7 @@ class Recorder:
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         elements, nbytes = 0, 0
+        payload: Any = None
         if name in PAYLOADS:
             position, keyword = PAYLOADS[name]
             payload = kwargs.get(keyword, args[position] if len(args) > position else None)
@@ -158,6 +162,8 @@ class Recorder:
         if name in (*SENDS, *RECEIVES) and peer is not None:
             self._refuse_stranger("sends to" if name in SENDS else "receives from", peer)
         call = Call(name, elements, nbytes, peer, self._line(), time.monotonic(), _ranks(args, kwargs))
+        if isinstance(payload, Tensor):
+            call.place = weakref.ref(payload)
         self.calls.append(call)
         row = {"op": name, "elements": elements, "peer": call.peer, "line": call.line, "at": call.issued}
         self._log.write(json.dumps(row) + "\n")

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from lockstep.learn.lessons.all_reduce import master as right
 from lockstep.learn.rank import Rank
-from lockstep.learn.recorder import SENDS
+from lockstep.learn.recorder import RECEIVES, SENDS, Call
 
 NUMBERS, WIDTH, RANKS = 1000, 8, 4
 
@@ -24,6 +25,7 @@ def facts() -> list[str]:
 
 def grade(rank: Rank) -> None:
     n = rank.size
+    formulas(rank)
     for elements in (12 * n, 11, 2):  # what the ranks divide, what they do not, and fewer than there are ranks
         values = rank.of_all(elements, seed=elements)
         total = torch.stack(values).sum(0)
@@ -31,57 +33,83 @@ def grade(rank: Rank) -> None:
             mine = values[rank.rank].clone()
             with rank.recorder.during() as calls:
                 getattr(rank.exercise, name)(mine)
-            rank.expect_tensor(f"{name}, {elements} elements", mine, total)
+            by_hand(rank, name, calls)
+            mistakes = {"you took the mean: all-reduce gives the sum": total / n}
+            rank.expect_tensor(f"{name}, {elements} elements", mine, total, mistakes)
             messages = sum(rank.gather(sum(call.operation in SENDS for call in calls)))
-            rank.expect(messages == 2 * (n - 1), f"{name}: expected {2 * (n - 1)} messages in all, got {messages}")
-            most = 2 * ceil(log2(n)) if name == "tree" else 2 * (n - 1)
-            rank.expect(len(calls) <= most, f"{name}: a rank sends and receives {len(calls)} times; {most} are enough")
+            rank.expect(
+                messages == 2 * (n - 1),
+                f"{name}: expected {2 * (n - 1)} messages in all (each rank but 0 sends once up, and gets one back), "
+                f"got {messages}",
+            )
+            if name == "naive":
+                others = [call.peer for call in calls if rank.rank and call.peer != 0]
+                rank.expect(not others, f"naive: a message to or from rank {others[:1]}; all of them go by rank 0")
+            else:
+                deep, rounds = depth(rank.gather([(call.operation, call.peer) for call in calls])), ceil(log2(n))
+                said = f"tree: its messages wait for one another {deep} deep; {rounds} rounds up and {rounds} down are"
+                rank.expect(deep <= 2 * rounds, f"{said} {2 * rounds}")
         mine = values[rank.rank].clone()
         with rank.recorder.during() as calls:
             rank.exercise.ring(mine)
+        by_hand(rank, "ring", calls)
         halves = mine.tensor_split(n)[(rank.rank + 1) % n]
         done = torch.allclose(halves, total.tensor_split(n)[(rank.rank + 1) % n])
         rest = bool(((mine - total).abs() > 1e-9).any())
         missing = "the second half is missing: each rank has one sum, and never passed it on (all-gather)"
         half_way = sum(call.operation in SENDS for call in calls) <= n - 1
         rank.agree(missing if done and rest and halves.numel() and half_way else None)
-        rank.expect_tensor(f"ring, {elements} elements", mine, total)
+        rank.expect_tensor(f"ring, {elements} elements", mine, total, {"you took the mean, not the sum": total / n})
         sent = sum(call.sent for call in calls)
         most = 2 * (n - 1) * ceil(elements / n) * WIDTH
         rank.expect(
-            sent <= most, f"ring: it sends the whole tensor in every turn: {sent:,.0f} B, where chunks are {most:,} B"
+            sent <= most,
+            f"ring: it sends the whole tensor in every turn: {sent:,.0f} B, where {2 * (n - 1)} chunks are {most:,} B",
         )
+        peers = {call.peer for call in calls if call.operation in SENDS}
+        rank.expect(len(peers) <= 1, f"ring: it sends to ranks {sorted(peers, key=str)}; a ring has one neighbour")
         count = sum(call.operation in SENDS for call in calls)
         rank.expect(count == 2 * (n - 1), f"ring: expected {2 * (n - 1)} messages from each rank, got {count}")
-
-    for ranks, nbytes, latency, bandwidth in ((4, 1e6, 1e-5, 1e9), (13, 3e4, 2e-6, 5e10)):
-        step = latency + nbytes / ranks / bandwidth
-        formula(rank, "ring_seconds", (ranks, nbytes, latency, bandwidth), 2 * (ranks - 1) * step)
-        whole = 2 * ceil(log2(ranks)) * (latency + nbytes / bandwidth)
-        formula(rank, "tree_seconds", (ranks, nbytes, latency, bandwidth), whole)
-        rounds = ceil(log2(ranks))
-        where = latency * bandwidth * (ranks - 1 - rounds) / (rounds - (ranks - 1) / ranks)
-        formula(rank, "crossing", (ranks, latency, bandwidth), where)
 
     if n == RANKS:
         mine = rank.random(NUMBERS)
         with rank.recorder.during() as calls:
             rank.exercise.ring(mine)
         rank.guess("PREDICTED_BYTES", sum(call.sent for call in calls))
-        rank.note(
-            f"on 64 ranks with 10 us and 10 GB/s the ring is faster from {_crossing(64, 1e-5, 1e10) / 1e6:.2f} MB on"
-        )
+        where = right.crossing(64, 1e-5, 1e10)
+        rank.note(f"on 64 ranks with 10 us and 10 GB/s the ring is faster from {where / 1e6:.2f} MB on")
 
 
-def formula(rank: Rank, name: str, given: tuple[float, ...], expected: float) -> None:
-    got = getattr(rank.exercise, name)(*given)
-    words = ", ".join(f"{value:g}" for value in given)
-    rank.expect(abs(got - expected) <= 1e-9 * expected, f"{name}({words}): expected {expected:.6g}, got {got:.6g}")
+def formulas(rank: Rank) -> None:
+    for ranks, nbytes, latency, bandwidth in ((4, 1e6, 1e-5, 1e9), (13, 3e4, 2e-6, 5e10)):
+        for name in ("ring_seconds", "tree_seconds", "crossing"):
+            given = (ranks, latency, bandwidth) if name == "crossing" else (ranks, nbytes, latency, bandwidth)
+            words = ", ".join(f"{value:g}" for value in given)
+            rank.expect_number(f"{name}({words})", getattr(rank.exercise, name)(*given), getattr(right, name)(*given))
 
 
-def _crossing(ranks: int, latency: float, bandwidth: float) -> float:
-    rounds = ceil(log2(ranks))
-    return latency * bandwidth * (ranks - 1 - rounds) / (rounds - (ranks - 1) / ranks)
+def by_hand(rank: Rank, name: str, calls: list[Call]) -> None:
+    other = next((call for call in calls if call.operation not in (*SENDS, *RECEIVES)), None)
+    said = f"{name}: by hand, of messages between two ranks; {other.operation if other else ''} was called"
+    rank.expect(other is None, f"{said} in line {other.line if other else 0}")
+
+
+def depth(calls: list[list[tuple[str, int]]]) -> int:
+    """How many messages follow one another, if each takes one turn, and ranks wait for what they send and receive."""
+    todo, clocks = [list(mine) for mine in calls], [0] * len(calls)
+    while any(todo):
+        pair = next(
+            ((a, mine[0][1]) for a, mine in enumerate(todo)
+             if mine and mine[0][0] in SENDS and todo[mine[0][1]][:1] and todo[mine[0][1]][0][1] == a),
+            None,
+        )  # fmt: skip
+        if pair is None:
+            return 0  # sent ahead of time, or received in another order: nothing to be said of it
+        turn = 1 + max(clocks[rank] for rank in pair)
+        for rank in pair:
+            clocks[rank] = turn
+            todo[rank].pop(0)
+    return max(clocks)
 
 
 def explain(logs: list[list[dict[str, Any]]]) -> str | None:

@@ -18,8 +18,8 @@ def facts() -> list[str]:
     return [f"{LAYERS} layers of width {WIDTH}"]
 
 
-def parameters() -> int:
-    return LAYERS * (WIDTH * WIDTH + WIDTH)
+def order(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}, ... {', '.join(names[-2:])} ({len(names)} in all)"
 
 
 def reference(model: nn.Module, inputs: Tensor, targets: Tensor, mistake: str = "") -> list[float]:
@@ -33,7 +33,9 @@ def reference(model: nn.Module, inputs: Tensor, targets: Tensor, mistake: str = 
         loss = ((model(x) - y) ** 2).mean()
         if mistake != "adds":
             optimizer.zero_grad()
-        loss.backward()
+        (loss * (y.numel() if mistake == "sum" else 1)).backward()
+        if mistake == "clears":
+            optimizer.zero_grad(set_to_none=False)
         if mistake != "first":
             optimizer.step()
         losses.append(loss.item())
@@ -43,10 +45,16 @@ def reference(model: nn.Module, inputs: Tensor, targets: Tensor, mistake: str = 
 def grade(rank: Rank) -> None:
     torch.manual_seed(7)
     built = rank.exercise.build_model(WIDTH, LAYERS)
-    linear = [m for m in built.modules() if isinstance(m, nn.Linear)]
+    rank.expect(isinstance(built, nn.Module), f"build_model: expected a module, got {type(built).__name__}")
+    parts = [m for m in built.modules() if not list(m.children())]
+    linear = [m for m in parts if isinstance(m, nn.Linear)]
     rank.expect(len(linear) == LAYERS, f"build_model: expected {LAYERS} linear layers, got {len(linear)}")
     shapes = {tuple(m.weight.shape) for m in linear}
     rank.expect(shapes == {(WIDTH, WIDTH)}, f"build_model: expected layers of {WIDTH} by {WIDTH}, got {shapes}")
+    rank.expect(all(m.bias is not None for m in linear), "build_model: a linear layer has no bias")
+    got = [type(m).__name__ for m in parts]
+    wanted = ["Linear", "ReLU"] * (LAYERS - 1) + ["Linear"]
+    rank.expect(got == wanted, f"build_model: expected {order(wanted)}, got {order(got)}")
     rank.guess("PREDICTED_PARAMETERS", sum(p.numel() for p in built.parameters()))
 
     model = nn.Sequential(nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 9)).double().to(rank.device)
@@ -54,6 +62,8 @@ def grade(rank: Rank) -> None:
     known = {
         "gradients of earlier steps were never cleared: backward adds to .grad": "adds",
         "the optimizer stepped before backward: it used the gradient of the step before": "first",
+        "the loss is a sum, not a mean: the gradient grows with the batch": "sum",
+        "the gradient was cleared between backward and step: the weights did not move": "clears",
     }
     mine, right = copy.deepcopy(model), copy.deepcopy(model)
     wrongs = {name: copy.deepcopy(model) for name in known}
@@ -61,15 +71,16 @@ def grade(rank: Rank) -> None:
     for name, mistake in known.items():
         reference(wrongs[name], inputs, targets, mistake)
     losses = rank.exercise.train(mine, inputs, targets, BATCH, LR)
+    plain = isinstance(losses, list) and all(isinstance(loss, float) for loss in losses)
+    rank.expect(plain, "train: expected a list of numbers; .item() makes one of a tensor")
     short = len(losses) == SAMPLES // BATCH
     rank.expect(not short, f"the last batch, which is smaller, was left out: {len(losses)} steps of {len(expected)}")
     rank.expect_model("weights after one pass: the weight", mine, right, wrongs)
     rank.expect_tensor("losses", torch.tensor(losses, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
 
-    got = rank.exercise.seconds_for(700, 200, 3.0)
-    wrong = got == rank.exercise.seconds_for(700, 100, 3.0)
-    rank.expect(not wrong, "seconds_for: time grows with samples, not with steps: what `done` took must be divided out")
-    rank.expect(abs(got - 10.5) < 1e-9, f"seconds_for(700, 200, 3.0): expected 10.5, got {got}")
+    seconds_of = rank.exercise.seconds_for(700, 200, 3.0)
+    name = "seconds_for: time grows with samples, not with steps: what `done` took must be divided out"
+    rank.expect_number("seconds_for(700, 200, 3.0)", seconds_of, 10.5, {name: 2100.0})
 
     data = rank.same(20 * BATCH, WIDTH, seed=3, dtype=torch.float32)
     start = time.perf_counter()

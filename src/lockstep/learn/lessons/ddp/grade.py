@@ -1,10 +1,15 @@
 """A model with every trap, on ranks that take different branches, against one process."""
 
+import contextlib
+import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.learn.lessons.hooks.grade import WIDTH as WIDE
+from lockstep.learn.lessons.hooks.grade import Deep
+from lockstep.learn.lessons.hooks.grade import overlaps as in_flight_during
 from lockstep.learn.rank import Rank
 
 WIDTH, ROWS, LR = 6, 4, 0.1
@@ -72,6 +77,7 @@ def grade(rank: Rank) -> None:
         rank.expect(not tied, "a tied parameter was reduced twice: it is one parameter, under two names")
         compare(rank, f"step {step}: the gradient", mine, whole)
         rank.expect_calls(calls, {"all_reduce": parameters})
+    overlaps(rank)
 
     first, second = rank.of_all(ROWS, WIDTH, seed=7), rank.of_all(ROWS, WIDTH, seed=8)
     whole.zero_grad()
@@ -87,13 +93,35 @@ def grade(rank: Rank) -> None:
     wrapped.finish()
     compare(rank, "two backwards, one step: the gradient", mine, whole)
 
+    with contextlib.suppress(KeyError), wrapped.no_sync():
+        raise KeyError
+    wrapped.zero_grad()
+    with rank.recorder.during() as calls:
+        loss_of(wrapped, first[rank.rank], branches[rank.rank]).backward()
+        wrapped.finish()
+    rank.expect(bool(calls), "after an error inside of no_sync nothing is sent any more: set it back in a `finally`")
+
+
+def overlaps(rank: Rank) -> None:
+    """On ranks that all use everything, gradients are on their way while backward still runs."""
+    torch.manual_seed(4)
+    deep = Deep().to(rank.device)
+    wrapped = rank.exercise.DistributedModel(deep)
+    loss = (wrapped(rank.random(ROWS, WIDE)) ** 2).mean()
+    with rank.recorder.during() as calls:
+        loss.backward()
+        ended = time.monotonic()
+        wrapped.finish()
+    in_flight_during(rank, calls, ended)
+
 
 def compare(rank: Rank, what: str, mine: Awkward, whole: Awkward) -> None:
     """A parameter that nobody used may have a gradient of zeros, or none."""
     for name, right in whole.named_parameters():
         got = dict(mine.named_parameters())[name].grad
         expected = right.grad if right.grad is not None else torch.zeros_like(right)
-        rank.expect_tensor(f"{what} of {name}", torch.zeros_like(right) if got is None else got, expected)
+        mistakes = {"you summed, the mean is missing": expected * rank.size}
+        rank.expect_tensor(f"{what} of {name}", torch.zeros_like(right) if got is None else got, expected, mistakes)
 
 
 def named(model: Awkward) -> dict[str, Tensor]:

@@ -19,13 +19,21 @@ def facts() -> list[str]:
 def grade(rank: Rank) -> None:
     n = rank.size
     gradients = rank.of_all(64, seed=1, dtype=torch.float32)
+    for gradient in gradients:
+        gradient[7] *= 1e6
     with rank.recorder.during() as calls:
         got = rank.exercise.reduce_bf16(gradients[rank.rank].clone())
     sent = sum(call.nbytes for call in calls)
     rank.expect(sent <= 2 * 64, f"reduce_bf16: it still sends {sent // 64} bytes for each number; bfloat16 has 2")
-    near = isinstance(got, Tensor) and bool(((got - torch.stack(gradients).mean(0)).abs() < 0.05).all())
-    rank.expect(near, "reduce_bf16: the result is further from the mean than bfloat16's digits explain")
-    rank.expect(got.dtype == torch.float32, f"reduce_bf16: expected float32 back, got {got.dtype}")
+    fits = isinstance(got, Tensor) and got.dtype == torch.float32 and got.shape == gradients[0].shape
+    rank.expect(fits, "reduce_bf16: expected a float32 tensor of the gradient's shape back")
+    mean, scale = torch.stack(gradients).mean(0), torch.stack(gradients).abs().amax(0)
+    finite = bool(got.isfinite().all())
+    rank.expect(finite, "reduce_bf16: infinite: float16 ends at 65,504; bfloat16 has float32's range, and fewer digits")
+    off = ((got - mean).abs() / scale).argmax()
+    near = bool((got - mean).abs()[off] <= 0.02 * scale[off])
+    said = f"reduce_bf16[{int(off)}]: expected {float(mean[off]):.4g}, got {float(got[off]):.4g}"
+    rank.expect(near, f"{said}: further from the mean than bfloat16's digits explain")
 
     top, k = rank.exercise.TopK(5), 5
     rests = [torch.zeros(40, dtype=torch.float64, device=rank.device) for _ in range(n)]
@@ -34,12 +42,18 @@ def grade(rank: Rank) -> None:
         right, forgetful = _top_k(gradients, rests, k), _top_k(gradients, [torch.zeros_like(r) for r in rests], k)[0]
         with rank.recorder.during() as calls:
             got = top.reduce(gradients[rank.rank].clone())
-        mistakes = {"what was not sent is forgotten: add it to the next gradient": forgetful}
+        mistakes = {
+            "what was not sent is forgotten: add it to the next gradient": forgetful,
+            "you summed, the mean is missing": right[0] * n,
+            "the largest are chosen by size: a large negative number counts too (abs)": _top_k(
+                gradients, rests, k, signed=True
+            )[0],
+        }
         rank.expect_tensor(f"TopK, step {step}: the result", got, right[0], mistakes)
         rests = right[1]
         most = n * k * (NUMBER + NUMBER)
         sent = sum(call.nbytes for call in calls)
-        rank.expect(sent <= most, f"TopK: {sent:,} bytes are gathered; indices and values are {most:,}")
+        rank.expect(sent <= most, f"TopK: {sent:,} bytes are sent; indices and values are {most:,}")
 
     matrices, q = rank.of_all(ROWS, COLUMNS, seed=20), rank.same(COLUMNS, LOW, seed=21)
     with rank.recorder.during() as calls:
@@ -48,8 +62,12 @@ def grade(rank: Rank) -> None:
     p = torch.linalg.qr(mean @ q).Q
     rough = mean @ q * n
     mistakes = {
-        "power_sgd: the columns of p are not orthonormal: sums of them are not projections": rough @ (mean.T @ rough).T
+        "power_sgd: the columns of p are not orthonormal: sums of them are not projections": rough @ (mean.T @ rough).T,
+        "power_sgd: you summed, the mean is missing": n * p @ (mean.T @ p).T,
     }
+    sent = sum(call.elements for call in calls)
+    most = (ROWS + COLUMNS) * LOW
+    rank.expect(sent <= most, f"power_sgd: {sent:,} numbers were sent; p and q have {most}")
     rank.expect_tensor("power_sgd: the result", got, p @ (mean.T @ p).T, mistakes)
     spans = [torch.linalg.qr(one).Q for one in (after, mean.T @ p)]  # its length does not matter
     rank.expect_tensor("power_sgd: what the next q spans", spans[0] @ spans[0].T, spans[1] @ spans[1].T)
@@ -76,16 +94,22 @@ def grade(rank: Rank) -> None:
         gradient = start - now
         right_momentum = 0.9 * right_momentum + gradient
         expected = start - 0.7 * (gradient + 0.9 * right_momentum)
+        mistakes = {
+            "the momentum of the rounds before is lost: change it in place": start - 0.7 * (gradient + 0.9 * gradient),
+            "the step begins where the ranks have come to, not where the round started": expected - start + now,
+            "that is plain momentum: Nesterov's looks ahead, g + beta momentum": start - 0.7 * right_momentum,
+            "the sign is wrong: start - now points uphill, like a gradient": 2 * start - expected,
+        }
         got = rank.exercise.outer_step(start, now, momentum, 0.7, 0.9)
-        rank.expect_tensor(f"outer_step, round {turn}", got, expected)
+        rank.expect_tensor(f"outer_step, round {turn}", got, expected, mistakes)
         start = expected
 
 
-def _top_k(gradients: list[Tensor], rests: list[Tensor], k: int) -> tuple[Tensor, list[Tensor]]:
+def _top_k(gradients: list[Tensor], rests: list[Tensor], k: int, signed: bool = False) -> tuple[Tensor, list[Tensor]]:
     total, left = torch.zeros_like(gradients[0]), []
     for gradient, rest in zip(gradients, rests, strict=True):
         full = gradient + rest
-        chosen = full.abs().topk(k).indices
+        chosen = (full if signed else full.abs()).topk(k).indices
         total[chosen] += full[chosen]
         after = full.clone()
         after[chosen] = 0

@@ -1,5 +1,6 @@
 """The order by rules that need no rank, and a real run against one process."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -67,15 +68,18 @@ def grade(rank: Rank) -> None:
                 f"stage {stage} of {stages} never has more than {most} in flight: {allowed} would keep all stages busy"
             )
             rank.expect(most == allowed, serial)
+        took, best = length(orders), 3 * (micro_batches + stages - 1)
+        said = f"{stages} stages, {micro_batches} micro-batches: your order takes {took} (F 1, B 2), 1F1B {best}"
+        rank.expect(took <= best, f"{said}: a stage waits where it could go on")
 
     for stages, micro_batches in ((STAGES, MICRO), (1, 4), (8, 2)):
-        share, idle = rank.exercise.bubble(stages, micro_batches), (stages - 1) / (micro_batches + stages - 1)
-        where = f"bubble({stages}, {micro_batches})"
-        rank.expect(abs(share - idle) < 1e-9, f"{where}: expected {idle:.4f}, got {share:.4f}")
+        idle = (stages - 1) / (micro_batches + stages - 1)
+        got = rank.exercise.bubble(stages, micro_batches)
+        rank.expect_number(f"bubble({stages}, {micro_batches})", got, idle)
     for stages, idle, fewest in ((4, 0.25, 9), (8, 0.1, 63), (1, 0.5, 1), (2, 0.5, 1)):
         got = rank.exercise.micro_batches_for(stages, idle)
         rank.expect(got == fewest, f"micro_batches_for({stages}, {idle}): expected {fewest}, got {got}")
-    rank.guess("PREDICTED_BUBBLE", (STAGES - 1) / (MICRO + STAGES - 1))
+    rank.guess("PREDICTED_BUBBLE", (STAGES - 1) / (MICRO + STAGES - 1), by="it is")
     carry_out(rank)
 
 
@@ -90,15 +94,66 @@ def carry_out(rank: Rank) -> None:
     ((whole(x) - y) ** 2).mean().backward()
     right = {name: p.grad.clone() for name, p in model[rank.rank].named_parameters() if p.grad is not None}
     model.zero_grad()
-    order = rank.exercise.one_f_one_b(rank.rank, n, micro_batches)
+    order = [tuple(one) for one in rank.exercise.one_f_one_b(rank.rank, n, micro_batches)]
+    stage = Watched(model[rank.rank])
+    inputs = list(x.split(3)) if rank.rank == 0 else []
+    targets = list(y.split(3)) if rank.rank == n - 1 else []
     with rank.recorder.during() as calls:
-        rank.exercise.run(order, model[rank.rank], list(x.split(3)), list(y.split(3)), x[:3])
+        rank.exercise.run(list(order), stage, inputs, targets, x[:3])
+    rank.expect(
+        stage.did == order, f"run: stage {rank.rank} did {brief(stage.did)}; its instructions are {brief(order)}"
+    )
+    allowed = min(n - rank.rank, micro_batches) + 1  # and what a variable still has of the last
+    said = f"run: stage {rank.rank} holds what {stage.most} micro-batches gave: let go of each after its backward"
+    rank.expect(stage.most <= allowed, said)
     for name, parameter in model[rank.rank].named_parameters():
         mistakes = {"you summed over micro-batches, the mean is missing": right[name] * micro_batches}
         rank.expect_tensor(f"run: the gradient of stage {rank.rank}'s {name}", parameter.grad, right[name], mistakes)
     neighbours = (rank.rank > 0) + (rank.rank < n - 1)
     messages = 2 * micro_batches * neighbours
     rank.expect(len(calls) == messages, f"run: expected {messages} messages to and from neighbours, got {len(calls)}")
+
+
+class Watched(nn.Module):
+    """A stage that notes what it does, and how many of its outputs are kept."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.did: list[tuple[str, int]] = []
+        self.most = 0
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = len(self._outputs)
+        self.did.append(("F", number))
+        out: torch.Tensor = self.module(x)
+        out.register_hook(lambda _: self.did.append(("B", number)))
+        self._outputs.append(weakref.ref(out))
+        self.most = max(self.most, sum(output() is not None for output in self._outputs))
+        return out
+
+
+def brief(order: list[tuple[str, int]]) -> str:
+    return " ".join(f"{kind}{number}" for kind, number in order)
+
+
+def length(orders: list[list[tuple[str, int]]]) -> int:
+    """When the last stage is done, if a forward takes 1 and a backward 2."""
+    at, free, done = [0] * len(orders), [0] * len(orders), dict[tuple[int, str, int], int]()
+    last = len(orders) - 1
+    while any(at[stage] < len(order) for stage, order in enumerate(orders)):
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                kind, number = order[at[stage]]
+                outer = stage == 0 if kind == "F" else stage == last
+                needs = (stage - 1, "F", number) if kind == "F" else (stage + 1, "B", number)
+                if not outer and needs not in done:
+                    break
+                free[stage] = max(free[stage], 0 if outer else done[needs]) + (1 if kind == "F" else 2)
+                done[stage, kind, number] = free[stage]
+                at[stage] += 1
+    return max(free)
 
 
 def explain(logs: list[list[dict[str, Any]]]) -> str | None:

@@ -43,7 +43,7 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def micro_batches_for(stages: int, most: float) -> int:
-    """The fewest with a bubble of at most that share."""
+    """The fewest, and at least one, with a bubble of at most that share; mind what rounding does before ceil."""
     #: solution
     return max(1, ceil((stages - 1) * (1 - most) / most - 1e-9))
     #: todo solve the bubble for the micro-batches

@@ -30,7 +30,10 @@ def grade(rank: Rank) -> None:
     with rank.recorder.during() as calls:
         exercise.start_alike(model)
     for (name, got), right, own in zip(model.named_parameters(), everybody[0], firsts, strict=True):
-        mistakes = {"rank 0 never broadcast its weights: this rank still has its own": own}
+        came = any(call.operation == "broadcast" for call in calls)
+        never = "rank 0 never broadcast its weights: this rank still has its own"
+        copied = "the weights were broadcast, but not into this rank's parameters: into a copy of them?"
+        mistakes = {copied if came else never: own}
         rank.expect_tensor(f"start_alike: {name}", got.data, right.to(rank.device), mistakes if rank.rank else {})
     rank.expect_calls(calls, {"broadcast": 4})
 
@@ -55,7 +58,8 @@ def grade(rank: Rank) -> None:
 
     with rank.recorder.during() as calls:
         got = exercise.everyone(value)
-    rank.expect_tensor("everyone: the values", got, torch.stack(values))
+    same = {"all places are one and the same tensor: [t] * n is one t": torch.stack([values[-1]] * size)}
+    rank.expect_tensor("everyone: the values", got, torch.stack(values), same)
     rank.expect_calls(calls, {"all_gather": 1})
 
     with rank.recorder.during() as calls:
@@ -73,7 +77,9 @@ def grade(rank: Rank) -> None:
         time.sleep(0.2 * (rank.rank == 0))
         acted.append(time.monotonic())
 
-    exercise.first_then_others(action)
+    with rank.recorder.during() as calls:
+        exercise.first_then_others(action)
+    rank.expect(bool(calls), "first_then_others: nothing was waited for: how does a rank know that rank 0 is done?")
     rank.expect(len(acted) == 1, f"first_then_others: the action ran {len(acted)} times on this rank, not once")
     done = rank.gather(acted[0])
     rank.expect(done[rank.rank] >= done[0], f"first_then_others: rank {rank.rank} went ahead before rank 0 was done")

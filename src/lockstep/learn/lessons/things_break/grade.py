@@ -21,16 +21,24 @@ def facts() -> list[str]:
 
 def grade(rank: Rank) -> None:
     answers = rank.exercise.ANSWERS
+    rank.expect(isinstance(answers, dict), "ANSWERS must be a dictionary: a letter -> (cause, what it is about)")
+    causes = [cause for cause, _ in TRUTH.values()]
     for letter, (cause, about) in TRUTH.items():
         given = answers.get(letter)
         empty = f"not written yet: ANSWERS[{letter!r}]; look at the run first: python exercise.py {letter}"
         rank.expect(given is not None, empty)
+        pair = isinstance(given, tuple | list) and len(given) == 2
+        rank.expect(pair, f"ANSWERS[{letter!r}] must be a pair, (cause, what it is about), and is {given!r}")
         said, what = given
+        known = f"{said!r} is none of the five causes: {', '.join(causes)}"
+        rank.expect(said in causes, f"{letter}: {known}")
         what = Path(what).name if isinstance(what, str) else what
+        what = int(what) if isinstance(what, str) and what.isdecimal() else what
         look = f"run it again (python exercise.py {letter}): {EVIDENCE[letter]}"
         rank.expect(said == cause, f"{letter}: it is not {said}. {look[0].upper()}{look[1:]}")
         if letter in ("a", "b", "c"):
             blame = "the rank that is named is the one that is waited for, or gone; the others only say what they saw"
             rank.expect(what == about, f"{letter}: {said} it is, but not rank {what}: {blame}")
         rank.expect(what == about, f"{letter}: {said} it is, but not {what}. {look[0].upper()}{look[1:]}")
+    rank.note("d: 4 micro-batches, none of whose losses was divided by 4 before its backward")
     rank.note("that was the last lesson: docs/troubleshooting.md has more symptoms, lockstep chaos more faults")

@@ -22,7 +22,8 @@ def facts() -> list[str]:
 
 def grade(rank: Rank) -> None:
     torch.manual_seed(6)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double().to(rank.device)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5, bias=False))  # 77: no 2 or 3 ranks divide it
+    model = model.double().to(rank.device)
     whole, mine = copy.deepcopy(model), copy.deepcopy(model)
     optimizer = torch.optim.Adam(whole.parameters(), lr=LR)
     sharded = rank.exercise.ShardedAdam(list(mine.parameters()), LR)
@@ -33,6 +34,8 @@ def grade(rank: Rank) -> None:
         kept < 2 * total * NUMBER,
         f"each rank keeps the whole optimizer's state: {kept:,} bytes, where its piece has {2 * piece * NUMBER:,}",
     )
+    nobody = total - rank.size * getattr(sharded, "piece", piece)
+    rank.expect(nobody <= 0, f"the last {nobody} of {total} parameters belong to nobody: round the piece up")
     for step in range(3):
         shares = rank.of_all(4, 5, seed=step)
         before = copy.deepcopy(mine)
@@ -61,6 +64,11 @@ def grade(rank: Rank) -> None:
         law = 2 * (rank.size - 1) / rank.size * rank.size * piece * NUMBER
         sent = sum(call.sent for call in calls)
         rank.expect(sent <= law, f"a step sends {sent:,.0f} bytes; reduce-scatter and all-gather are {law:,.0f}")
+    kept, most = held_bytes([vars(sharded), vars(rank.exercise)], set(mine.parameters())), 3 * piece * NUMBER
+    rank.expect(
+        kept <= most,
+        f"a rank keeps {kept:,} bytes besides the parameters, where its piece and two moments of it have {most:,}",
+    )
     if rank.size == RANKS:
         line = [nn.Parameter(torch.zeros(PARAMETERS, dtype=torch.float64, device=rank.device))]
         rank.guess("PREDICTED_STATE", state_bytes(rank.exercise.ShardedAdam(line, LR)))
@@ -70,6 +78,21 @@ def state_bytes(optimizer: object) -> int:
     """Of its two moments."""
     moments = [getattr(optimizer, name, None) for name in ("first", "second")]
     return sum(moment.untyped_storage().nbytes() for moment in moments if isinstance(moment, Tensor))
+
+
+def held_bytes(values: object, but: set[nn.Parameter]) -> int:
+    """Of all tensors that can be reached from there, each memory once."""
+    found: dict[int, int] = {}
+    todo = [values]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Tensor) and value not in but:
+            found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, list | tuple | set):
+            todo += list(value)
+        elif isinstance(value, dict):
+            todo += list(value.values())
+    return sum(found.values())
 
 
 def own_only(before: nn.Module, after: nn.Module, rank: int, size: int) -> nn.Module:
