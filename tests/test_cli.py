@@ -3,11 +3,16 @@
 import importlib
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import Field, fields
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tyro
+from rich.console import Console
 
+from lockstep.bar import Bar
 from lockstep.cli import COMMANDS, main
 from lockstep.cli.arguments import check_model
 from lockstep.cli.flags import DEEPSPEED, KNOWN, refuse_unknown, sections
@@ -86,12 +91,18 @@ def test_a_mistake_is_one_clear_line(words: str, capsys: pytest.CaptureFixture[s
     assert len(said.strip().splitlines()) == 1
 
 
+def is_word(field: Field[Any]) -> bool:
+    """Given without a flag."""
+    return tyro.conf.Positional in getattr(field.type, "__metadata__", ())
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_flags_that_are_known_without_torch_are_the_commands_own(name: str) -> None:
     module = importlib.import_module(COMMANDS[name][0])
     mine = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
     of_config = {f.name for f in fields(Config)}
-    found = {f.name for c in mine if c.__name__.endswith("Arguments") for f in fields(c)} - of_config
+    flags = [f for c in mine if c.__name__.endswith("Arguments") for f in fields(c) if not is_word(f)]
+    found = {f.name for f in flags} - of_config
     launch = {f.name for f in fields(Launch)} if "launch" in found else set()
     found = {one.replace("_", "-") for one in (found - {"launch"}) | launch}
     assert set(KNOWN[name]) - set(DEEPSPEED) - of_config == found
@@ -182,3 +193,27 @@ def test_the_commands_of_the_docs_have_the_flags_that_they_name(file: Path) -> N
             key = word.partition("=")[0].removeprefix("--").replace("-", "_").replace(".no_", ".").rstrip("`,;.")
             if word.startswith("--") and "." in key and ".args." not in key:
                 assert key in keys, f"{file.name}: {word}"
+
+
+def test_without_a_terminal_a_long_work_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lockstep.bar.EVERY", 0.0)
+    with Bar(console=Console(file=StringIO())) as bar:
+        task = bar.add_task("2 ranks: naive", total=4)
+        bar.advance(task)
+        bar.update(task, completed=3)
+    assert capsys.readouterr().err == "2 ranks: naive: 25%\n2 ranks: naive: 75%\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "did you mean train?"),
+        (["bench", "comms"], "there are bench comm, bench train, bench scaling\n"),
+        (["train", "configs/digits_cnn.yaml", "--nproc", "two"], "--nproc: two was given, which is not a whole number"),
+    ],
+)
+def test_slips_are_recognized(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err

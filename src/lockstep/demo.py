@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from lockstep.bar import Bar
 from lockstep.bench.train import Case, first_batches, new_timing
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.hosts import hosts_meet
@@ -137,8 +138,8 @@ def _worst(rows: tuple[DemoRow, ...]) -> DemoRow:
     return rows[0]
 
 
-def _progress(quiet: bool) -> Progress:
-    return Progress(
+def _progress(quiet: bool) -> Bar:
+    return Bar(
         TextColumn("{task.description}"),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from difflib import get_close_matches
 from io import TextIOWrapper
 
 from lockstep.errors import RankError, UserError
@@ -124,7 +125,10 @@ def _find_command(args: list[str]) -> tuple[str, list[str]]:
         if name in COMMANDS:
             return name, args[words:]
     given = " ".join(args[:2]) if args[0] == "bench" else args[0]
-    raise UserError(f"unknown command {given!r}; there are {', '.join(COMMANDS)}")
+    near = get_close_matches(given, COMMANDS, 1)
+    meant = f", did you mean {near[0]}?" if near else ""
+    group = [name for name in COMMANDS if name.split()[0] == args[0]]
+    raise UserError(f"unknown command {given!r}{meant}; there are {', '.join(group or COMMANDS)}")
 
 
 def _say(text: str, status: int) -> int:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from rich.progress import Progress
 
+from lockstep.bar import Bar
 from lockstep.bench.comm import Row, bench_comm
 from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
@@ -190,7 +190,7 @@ def _bench(
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     per_node = Wire().ranks_per_node if world.size > 1 else 1
     result = Result([], None, world.backend, name, rate, source, per_node)
-    with Progress(disable=not world.is_main) as bar:
+    with Bar(disable=not world.is_main) as bar:
         task = bar.add_task(counted(world.size, "rank"), total=total)
 
         def progress(what: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
+from lockstep.bar import Bar
 from lockstep.bench.network import predicted_shares
 from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
 from lockstep.bench.train import Case, Peaks, bench_cases, one_process
@@ -231,7 +231,7 @@ def time_cases(world: World, cases: list[Case], steps: int, warmup: int, one_by_
     """In turns, or each case alone with the machine's memory."""
     groups = [[case] for case in cases] if one_by_one else [cases]
     how = "one by one" if one_by_one else "in turns"
-    with Progress(disable=not world.is_main) as progress:
+    with Bar(disable=not world.is_main) as progress:
         total = len(groups) * (steps + warmup)
         task = progress.add_task(f"{counted(world.size, 'rank')}, {counted(len(cases), 'case')} {how}", total=total)
         found, peaks = [], Peaks()

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import torch
 import tyro
-from rich.progress import Progress
 
+from lockstep.bar import Bar
 from lockstep.cli.parsing import check_output, parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.launch import Launch, run_on_ranks
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def _measure(world: World) -> tuple[list[Measured], Links, int]:
-    with Progress(disable=not world.is_main, transient=True) as bar:
+    with Bar(disable=not world.is_main, transient=True) as bar:
         task = bar.add_task(counted(world.size, "rank"), total=None)
         everyone, links = measure(world, lambda what: bar.update(task, description=what))
     return everyone, links, world.ranks_on_device

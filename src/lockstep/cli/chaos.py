@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.progress import Progress
 from rich.table import Table
 
+from lockstep.bar import Bar
 from lockstep.chaos.faults import ALL, BY_NAME, FIRST_RANK, Fault
 from lockstep.chaos.nodes import check_partition
 from lockstep.chaos.round import Round, Setting, play, undisturbed
@@ -110,7 +110,7 @@ def chosen(arguments: ChaosArguments) -> list[Fault]:
 
 def played(setting: Setting, faults: list[Fault], arguments: ChaosArguments) -> list[Round]:
     dice, rounds = random.Random(arguments.seed), []
-    with Progress(transient=True) as bar:
+    with Bar(transient=True) as bar:
         task = bar.add_task("undisturbed", total=arguments.rounds + 1)
         expected = undisturbed(setting)
         for number in range(arguments.rounds):

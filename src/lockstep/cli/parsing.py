@@ -35,7 +35,14 @@ def on_one_line(box: str) -> str:
     mistake = parts[0].strip().rstrip(".")
     unknown = re.match(r"Unrecognized options: (--[^ ,]+)", mistake)
     if unknown is None:
-        return mistake.removeprefix("Error parsing ")
+        mistake = mistake.removeprefix("Error parsing ")
+        for kind, wanted in (("INT", "a whole number"), ("FLOAT", "a number")):
+            mistake = re.sub(
+                rf"no type matching (?:{{None}}\|)?{kind} could be instantiated from \['([^']*)'\]",
+                rf"\1 was given, which is not {wanted}",
+                mistake,
+            )
+        return mistake
     meant = re.search(r"Perhaps you meant:\s+(--[^ ,]+)", box.replace("│", " "))
     return f"unknown flag {unknown[1]}" + (f"; did you mean {meant[1]}?" if meant else "")
 

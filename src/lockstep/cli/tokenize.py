@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.progress import Progress
-
+from lockstep.bar import Bar
 from lockstep.cli.parsing import parse
 from lockstep.data.tokens import BYTES, write_tokens
 from lockstep.errors import UserError
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--test-share is {arguments.test_share:g}, but it must be between 0 and 1")
     files = files_of(given)
     total = sum(file.stat().st_size for file in files)
-    with Progress() as progress:
+    with Bar() as progress:
         task = progress.add_task("tokenizing", total=total)
         told = lambda read: progress.advance(task, read)  # noqa: E731
         about = write_tokens(files, Path(arguments.out), arguments.tokenizer, arguments.test_share, told)

@@ -118,6 +118,8 @@ def told(result: TrainResult, argv: list[str], plan: Plan) -> int:
 
 def to_go_on(result: TrainResult, argv: list[str]) -> str:
     """The command that goes on with this run, or what was missing for it."""
+    if result.saved_at < 0 and result.folder is not None and (result.folder / "checkpoints").is_dir():
+        return "nothing was saved in this part of the run: with --checkpoint.every N one can go on from its end"
     if result.saved_at < 0:
         return "no checkpoint was asked for: with --checkpoint.every N one can go on from a run, export and generate"
     command = without_flag(argv, "--resume", "--run-dir")

@@ -4,14 +4,11 @@ master.py     one marked-up file makes the skeleton, the solution and every name
 lesson.py     what a lesson is: a text, a file to fill in, a manifest, a grader
 course.py     the learner's folder and what has passed there
 recorder.py   on a rank: every call of torch.distributed that an exercise makes
-drawing.py    the messages between ranks, as a picture in text
 rank.py       what a grader has in its hands, on each rank
+overseer.py   what watches over the ranks from outside
+drawing.py    the messages between ranks, as a picture in text
 check.py      start the ranks, grade, and explain what went wrong
 lessons/      the lessons themselves
+
+Nothing is imported here: torch takes seconds, and most of what a learner asks does not need it.
 """
-
-from lockstep.learn.check import Outcome, check
-from lockstep.learn.course import Course
-from lockstep.learn.lesson import Lesson, lesson_named, lessons
-
-__all__ = ["Course", "Lesson", "Outcome", "check", "lesson_named", "lessons"]

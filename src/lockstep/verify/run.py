@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 import torch
-from rich.progress import Progress
 
+from lockstep.bar import Bar
 from lockstep.comm.ledger import Traffic
 from lockstep.config import Config, Model, Parallel
 from lockstep.errors import UserError
@@ -78,7 +78,7 @@ def verify(world: World, request: Request, table: Table | None = None) -> list[V
     """
     proofs = Proofs(world, request, None, table or STRATEGIES)
     verdicts = []
-    with Progress(disable=not world.is_main) as progress:
+    with Bar(disable=not world.is_main) as progress:
         task = progress.add_task(counted(world.size, "rank"), total=len(request.strategies))
         for name in request.strategies:
             progress.update(task, description=f"{counted(world.size, 'rank')}: {name:<18}")
