@@ -97,7 +97,7 @@ def ring(""",
     },
     "ddp": {
         "starts in finish": ([("            self.launch()\n\n", "\n")], "nothing was in flight while backward ran"),
-        "forward order": ([("trainable[::-1]", "trainable")], "nothing was in flight while backward ran"),
+        "forward order": ([("trainable[::-1]", "trainable")], "all began when the last gradient had come"),
         "no finally": (
             [
                 (

@@ -79,7 +79,7 @@ def grade(rank: Rank) -> None:
 
     with rank.recorder.during() as calls:
         exercise.first_then_others(action)
-    rank.expect(bool(calls), "first_then_others: nothing was waited for: how does a rank know that rank 0 is done?")
     rank.expect(len(acted) == 1, f"first_then_others: the action ran {len(acted)} times on this rank, not once")
     done = rank.gather(acted[0])
     rank.expect(done[rank.rank] >= done[0], f"first_then_others: rank {rank.rank} went ahead before rank 0 was done")
+    rank.expect(bool(calls), "first_then_others: nothing was waited for: how does a rank know that rank 0 is done?")
