@@ -36,5 +36,6 @@ clean:
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Lockstep needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)')"
 	$(PYTHON) -m venv .venv
+	@echo "installing PyTorch and the rest into .venv: some minutes, once"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $(INSTALLED)

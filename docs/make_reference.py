@@ -117,6 +117,9 @@ cd lockstep-course
 lockstep learn check --watch
 ```
 
+Read `01_data_wall/README.md`, open `01_data_wall/exercise.py` in your editor, and save: the check runs. `lockstep learn
+next` shows the text of the lesson that comes next.
+
 A failure says which rank, which parameter and which element, what was expected and what came, draws the messages
 between the ranks, and calls known mistakes by their names. A hang is cut after ten seconds, with what each rank was
 waiting for:
@@ -136,7 +139,9 @@ waiting for:
 
 `lockstep learn hint` helps in three steps; after a pass `diff` shows the reference beside one's own, and says in
 which file of Lockstep the idea lives in full. `check --share-gpu` grades the same file on ranks that share a GPU.
-Written by `python docs/make_reference.py`.
+The last column has the names under which other courses teach the same.
+
+<!-- written by python docs/make_reference.py -->
 
 | lesson | minutes | ranks | needs | also known as |
 | --- | --- | --- | --- | --- |

@@ -69,6 +69,7 @@ FIGURE = re.compile(r"\d\s?(?:%|(?:ms|s|us|MB|GB|KiB|MiB|GiB|Gbit/s|GB/s|tokens/
 NO_RESULTS = {  # sections with figures that nobody has measured: what a word means, what a default is
     "measuring.md: bench train": "the interval and the threshold of a statement",
     "planning.md: A machine file": "an example of a file",
+    "training.md: Training": "an example of a line",
     "planning.md: What it does not know": "assumptions",
 }
 

@@ -157,7 +157,8 @@ def summary(result: TrainResult, taken: str) -> list[str]:
     lines.append(f"{taken} in {result.seconds:.1f} s; {result.rate} without evaluation and saving")
     lines.append(f"time: {shares}")
     if split["compute"]:
-        lines.append(f"communication that was waited for: {split['communication'] / split['compute']:.1%} of compute")
+        over = split["communication"] / split["compute"]
+        lines.append(f"communication that was waited for, over compute: {over:.1%}")
     lines.append(f"peak memory of a rank: {result.memory / 2**30:.2f} GiB; metrics and config in {result.folder}/")
     return lines
 

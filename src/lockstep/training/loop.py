@@ -177,16 +177,16 @@ class Run:
             else:
                 test_loss, test_accuracy = self._evaluate(epoch)
         not_saved = self.saving.finish(self.steps_done, self.stopped)
-        recent, best = self.tell.losses[-10:], self.saving.best
+        logged, best = self.tell.losses, self.saving.best
         return TrainResult(
             steps=self.steps_done,
             total_steps=self.total_steps,
             resumed_at=self.resumed_at,
-            loss=sum(recent) / len(recent) if recent else nan,
+            loss=logged[-1] if logged else nan,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
             seconds=time.perf_counter() - start,
-            losses=self.tell.losses,
+            losses=logged,
             is_main=self.world.is_main,
             stopped=self.stopped,
             not_saved=not_saved,
