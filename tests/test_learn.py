@@ -107,6 +107,14 @@ def test_lessons_are_numbered_in_order() -> None:
     assert [lesson.number for lesson in lessons()] == list(range(1, len(lessons()) + 1))
 
 
+def test_the_first_nine_cover_what_others_teach() -> None:
+    """Every page and file of a syllabus that many know."""
+    pages = {"Baseline", "Motivation for DP", "Manual", "All-Reduce Algorithms", "Naive DP", "Gradient Hooks", "DDP",
+             "Gradient Bucketing", "Synchronization Primitives", "Performance Analysis"}  # fmt: skip
+    files = {"comms.py", "model.py", "schedule.py", "bucketing.py"}
+    assert pages | files <= {name for lesson in lessons()[:9] for name in lesson.manifest.covers}
+
+
 # ---- the master ----------------------------------------------------------------------------------------------------
 
 MASTER = """\
