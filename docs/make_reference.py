@@ -132,6 +132,7 @@ waiting for:
   rank 2: its last call is send of 12 to rank 0, line 60
 
     rank 0      rank 1      rank 2
+      ⋮                                 (the messages of naive and tree, which have ended)
       │╌╌╌╌ 12 ╌╌✗│           │         ✗ send of 12, line 60; rank 1 never received it
       │           │╌╌╌╌ 12 ╌╌✗│         ✗ send of 12, line 60; rank 2 never received it
       │✗╌╌╌╌╌╌╌╌╌ 12 ╌╌╌╌╌╌╌╌╌│         ✗ send of 12, line 60; rank 0 never received it

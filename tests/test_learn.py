@@ -74,6 +74,18 @@ def test_what_learners_wrote(name: str, trial: str, tmp_path: Path) -> None:
     assert (said or "") in outcome.problem, outcome.problem + "\n" + outcome.drawing
 
 
+@pytest.mark.slow
+def test_the_hang_that_the_docs_show(tmp_path: Path) -> None:
+    lesson = lesson_named("all_reduce")
+    outcome = outcome_of(lesson, lesson.wrong("blocking"), tmp_path, patience=1)
+    page = (Path(__file__).parents[1] / "docs" / "learn.md").read_text()
+    shown_there = {line.strip() for line in page.splitlines()}
+    drawn = [line for line in outcome.drawing.splitlines() if "✗" in line]
+    assert len(drawn) == 3
+    for line in [*outcome.problem.splitlines()[2:], *drawn]:
+        assert line.strip() in shown_there, f"{line}\n{outcome.problem}\n{outcome.drawing}"
+
+
 @pytest.mark.parametrize("lesson", IN_ORDER)
 def test_a_lesson_is_complete(lesson: Lesson) -> None:
     manifest = lesson.manifest
