@@ -239,6 +239,7 @@ def time_some(world: World) -> list[Timing]:
     return bench_cases(world, cases, steps=3, warmup=1)
 
 
+@pytest.mark.slow
 def test_cases_on_ranks() -> None:
     everyone = on_ranks(time_some, 3, timeout=LONG)
     found = {t.label: t for t in everyone[0]}

@@ -86,7 +86,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", page_params(quick=True))
+@pytest.mark.parametrize(
+    "page",
+    [page if page == "README.md" else pytest.param(page, marks=pytest.mark.slow) for page in page_params(quick=True)],
+)
 def test_quick_commands_of_a_page_run(page: str, folder: Path) -> None:
     for line in lines_of(ROOT / page):
         if reason(line) is None and is_quick(line):

@@ -119,6 +119,7 @@ def test_nodes_are_asked_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert gone.findings[0].mend.startswith("try it by hand: ssh -o BatchMode=yes")
 
 
+@pytest.mark.slow
 def test_under_torchrun_every_node_is_looked_at() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)

@@ -40,7 +40,7 @@ def slow_unless(*quick: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in FAST]
 
 
-@pytest.mark.parametrize("name", slow_unless("naive_ddp.py", "own_loop.py"))
+@pytest.mark.parametrize("name", slow_unless("own_loop.py"))
 def test_it_runs(name: str, tmp_path: Path) -> None:
     flags, said = FAST[name]
     if name == "image_classifier.py":

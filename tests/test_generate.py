@@ -100,6 +100,7 @@ def test_tensor_parallel_ranks_write_the_same(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
 def test_deepspeed_writes_the_same(ranks: int) -> None:
     pytest.importorskip("deepspeed")
     for found in on_ranks(write_by_deepspeed, ranks):

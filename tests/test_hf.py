@@ -58,6 +58,7 @@ def verified(world: World, folder: str, names: list[str]) -> list[list[str]]:
         pytest.param("gpt2", 2, ["zero2", "fsdp"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_they_train_as_one_process_would(
     name: str, ranks: int, strategies: list[str], folders: dict[str, Path]
 ) -> None:

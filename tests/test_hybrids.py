@@ -59,6 +59,7 @@ def failures(ranks: int, names: list[str], steps: int = 2, timeout: float = LONG
     return {v.strategy: v.failures for v in verdicts if not v.passed}
 
 
+@pytest.mark.slow
 def test_some_of_each_axis_equal_one_process() -> None:
     assert not failures(4, FEW)
 
@@ -92,6 +93,7 @@ def check_moves(rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]],
             assert losses == pytest.approx(later, abs=1e-12), moved
 
 
+@pytest.mark.slow
 def test_a_checkpoint_moves_to_other_axes_and_back(tmp_path: Path) -> None:
     rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
         (4, [], ["fsdp,tp=2:native", "zero1,pp=2:1f1b,tp=2"]),
@@ -222,7 +224,7 @@ SMALL = ["--data.name", "synthetic", "--data.samples", "16", "--model.d-model", 
     [
         pytest.param("gpt_tp", 2, marks=pytest.mark.slow),
         pytest.param("gpt_pp", 2, marks=pytest.mark.slow),
-        ("gpt_long_context", 2),
+        pytest.param("gpt_long_context", 2, marks=pytest.mark.slow),
         pytest.param("gpt_3d", 8, marks=pytest.mark.slow),
     ],
 )

@@ -80,6 +80,7 @@ def losses(world: World, folder: str, workers: int) -> list[float]:
     return train(world, config(folder, workers), quiet=True).losses
 
 
+@pytest.mark.slow
 def test_every_number_of_ranks_learns_alike(folder: Path) -> None:
     (alone,) = on_ranks(losses, 1, str(folder), 0)
     for found in on_ranks(losses, 2, str(folder), 1):

@@ -230,7 +230,7 @@ def test_nproc_beside_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> No
     [
         (signal.SIGINT, True),  # as a terminal does: everybody gets it
         pytest.param(signal.SIGINT, False, marks=pytest.mark.slow),
-        (signal.SIGKILL, False),
+        pytest.param(signal.SIGKILL, False, marks=pytest.mark.slow),
     ],
 )  # SIGTERM saves: see test_checkpoint.py
 def test_ending_the_command_ends_all_ranks(tmp_path: Path, how: signal.Signals, to_all: bool) -> None:
@@ -329,7 +329,7 @@ KILLED = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_the_cause_comes_first(tmp_path: Path, backend: str) -> None:
     """Of four ranks one is killed: its end is the first line, and the survivors' tracebacks are not there at all."""
     script = tmp_path / "killed.py"

@@ -39,7 +39,9 @@ def outcome_of(lesson: Lesson, text: str, folder: Path, patience: float = PATIEN
 # ---- every lesson --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lesson", IN_ORDER)
+@pytest.mark.parametrize(
+    "lesson", [*IN_ORDER[:9], *(pytest.param(o, id=o.slug, marks=pytest.mark.slow) for o in lessons()[9:])]
+)
 def test_a_solution_passes(lesson: Lesson, tmp_path: Path) -> None:
     outcome = outcome_of(lesson, lesson.solution, tmp_path)
     assert outcome.passed, outcome.problem + "\n" + outcome.drawing
@@ -329,6 +331,7 @@ def test_a_lesson_has_many_names() -> None:
         lesson_named("all_redcue")
 
 
+@pytest.mark.slow
 def test_an_exercise_that_never_ends_is_cut(tmp_path: Path) -> None:
     lesson = lessons()[0]
     begin = "    losses: list[float] = []\n"

@@ -70,6 +70,6 @@ def check_law(world: World) -> None:
             assert fits, f"{name}, {n} ranks: {what} {held[what]:,.0f} bytes, by theory {share_bytes:,.0f}"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_stage_keeps_its_law(ranks: int) -> None:
     on_ranks(check_law, ranks, timeout=LONG)

@@ -60,7 +60,7 @@ def lose_nodes(world: World, base: Path, per_node: int) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "per_node"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_any_one_node_may_be_lost(tmp_path: Path, ranks: int, per_node: int) -> None:
     for told in on_ranks(lose_nodes, ranks, tmp_path, per_node):
         assert told["nodes"] == [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]

@@ -213,7 +213,7 @@ def everything(world: World) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return on_ranks(everything, request.param)
 

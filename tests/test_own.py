@@ -41,7 +41,7 @@ def test_what_was_never_logged_is_told_all_the_same() -> None:
     assert rare.spent.training <= rare.seconds
 
 
-@pytest.mark.parametrize("data", ["tensors", "by_number"])
+@pytest.mark.parametrize("data", ["tensors", pytest.param("by_number", marks=pytest.mark.slow)])
 def test_every_number_of_ranks_trains_alike(data: str) -> None:
     own = {"loss": "tests.own_code:smoothed", "optimizer": "torch.optim:RMSprop", "schedule": "tests.own_code:linear"}
     given = config(data, **own, precision="fp64")
@@ -163,6 +163,7 @@ def test_a_setup_without_sense_is_told() -> None:
 COMMON = "--device cpu --train.epochs 1 --train.batch-size 30"
 
 
+@pytest.mark.slow
 def test_commands_take_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     own = "--model.import tests.own_code:Net --model.args.width 8 --data.import tests.own_code:by_number"
     run = f"train {own} {COMMON} --train.batch-per-rank 10 --train.accumulation 2 --nproc 2 --run-dir {tmp_path}/r"

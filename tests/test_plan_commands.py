@@ -101,6 +101,7 @@ def test_plan_writes_what_it_says(tmp_path: Path, capfd: pytest.CaptureFixture[s
 TERMS = {f"{name}_s" for name in step.TERMS}
 
 
+@pytest.mark.slow
 def test_a_planned_config_trains_and_is_learned_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,6 +146,7 @@ def test_ranks_are_put_on_one_time_base() -> None:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("zero3", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.slow
 def test_a_real_trace(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model.name", "gpt", "--model.d-model", "32", "--model.layers", "3", "--model.heads", "2"]
     data = ["--data.name", "synthetic", "--data.samples", "64", "--train.batch-size", "8", "--device", "cpu"]

@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("saving", "lost_at_most"),
     [
         pytest.param(("--checkpoint.every", "10"), 20, id="disk", marks=pytest.mark.slow),
-        pytest.param(("--checkpoint.in-memory", "4"), 10, id="memory"),
+        pytest.param(("--checkpoint.in-memory", "4"), 10, id="memory", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_costs_some_steps_and_no_weight(

@@ -39,6 +39,7 @@ def test_a_configs_own_steps_stand_beside_theory(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium")
+@pytest.mark.slow
 def test_a_real_run_stands_beside_it_on_a_page_that_steps_through_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

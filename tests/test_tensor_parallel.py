@@ -107,7 +107,7 @@ def check_all(world: World) -> None:
                 raise AssertionError(f"{name}, sequence parallel {sequence}: {error}") from error
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_model_is_equal_to_one_process(ranks: int) -> None:
     on_ranks(check_all, ranks, timeout=LONG)
 
