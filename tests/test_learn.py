@@ -98,7 +98,7 @@ def test_a_lesson_is_complete(lesson: Lesson) -> None:
     assert all(needed < lesson.number for needed in manifest.needs)
     assert len(lesson.skeleton.splitlines()) <= MOST_LINES
     assert lesson.text.startswith(f"# {lesson.number}. {manifest.title}\n")
-    assert (Path(__file__).parents[1] / manifest.home).is_file(), manifest.home
+    assert lesson.home.is_file(), manifest.home
     for asked in manifest.predict:
         assert asked.name in lesson.skeleton
         assert asked.name in lesson.text

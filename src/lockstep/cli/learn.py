@@ -149,7 +149,7 @@ def check_one(course: Course, lesson: Lesson, share_gpu: bool) -> bool:
         say(f"{title}: not yet ({outcome.seconds:.1f} s); {helps}")
         return False
     say(f"✓ {title}: passed in {outcome.seconds:.1f} s on {ranks} rank{'s' * (ranks != '1')}")
-    say(f"  the reference beside yours: lockstep learn diff {lesson.number}; in full: {lesson.manifest.home}")
+    say(f"  the reference beside yours: lockstep learn diff {lesson.number}; in full: {lesson.home}")
     upcoming = course.next()
     if upcoming is not None:
         say(f"  next: {course.home(upcoming) / 'README.md'}")
@@ -210,7 +210,7 @@ def diff(course: Course, lesson: Lesson) -> int:
         say("no difference")
     else:
         console().print(Syntax("\n".join(lines), "diff", background_color="default", word_wrap=True))
-    say(f"in full: {lesson.manifest.home}")
+    say(f"in full: {lesson.home}")
     return 0
 
 

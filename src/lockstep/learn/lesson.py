@@ -72,6 +72,11 @@ class Lesson:
         return self.manifest.number
 
     @property
+    def home(self) -> Path:
+        """Where the idea lives in full, wherever Lockstep is installed."""
+        return LESSONS.parents[1] / self.manifest.home.removeprefix("src/lockstep/")
+
+    @property
     def slug(self) -> str:
         """Of its folder in the learner's course."""
         return f"{self.number:02d}_{self.name}"
