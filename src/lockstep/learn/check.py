@@ -1,21 +1,13 @@
 """A check: the ranks of a lesson are started, its grader runs on them, and what went wrong is explained."""
 
-import os
 import re
-import signal
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
@@ -23,6 +15,7 @@ from lockstep.launch.leftovers import FOLDER_PREFIX
 from lockstep.launch.processes import signature
 from lockstep.launch.rank import blames_another, has_missed_its_peers
 from lockstep.layout.world import World
+from lockstep.learn.confined import IDLE, CutShort, cut_short, not_leaving, quiet_below, said_below
 from lockstep.learn.drawing import Logs, draw, events_of, in_the_grader, last_calls, read_logs
 from lockstep.learn.lesson import Lesson, lesson_named
 from lockstep.learn.overseer import Overseer, bring_back, overseen
@@ -165,85 +158,6 @@ def _graded(world: World, lesson: Lesson, file: Path, folder: Path, seconds: flo
         if said is None:
             raise
         raise UserError(where + said) from error
-
-
-IDLE = 2
-"""How many times longer it may take by the clock than it may compute: waiting has a limit of its own."""
-
-
-class CutShort(BaseException):
-    """No Exception: an exercise that catches those is left all the same."""
-
-
-@contextmanager
-def cut_short(file: Path, seconds: float) -> Iterator[None]:
-    """An exercise that computes for longer than this is left, wherever it is."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        limit = seconds if number == signal.SIGVTALRM else IDLE * seconds
-        raise CutShort(f"it did not end within {limit:g} s: it is at {place_in(file, frame)}")
-
-    signals = {signal.SIGVTALRM: (signal.ITIMER_VIRTUAL, seconds), signal.SIGALRM: (signal.ITIMER_REAL, IDLE * seconds)}
-    before = {number: signal.signal(number, leave) for number in signals}
-    for timer, limit in signals.values():
-        signal.setitimer(timer, limit)
-    try:
-        yield
-    finally:
-        for number, (timer, _) in signals.items():
-            signal.setitimer(timer, 0)
-            signal.signal(number, before[number])
-
-
-@contextmanager
-def not_leaving(file: Path, where: str) -> Iterator[None]:
-    """An exercise that calls os._exit would be gone without a word, and the agent would wait for what it brings."""
-    process, leave = os.getpid(), os._exit
-
-    def refuse(status: int) -> NoReturn:
-        place = place_in(file, sys._getframe())
-        if os.getpid() == process and place != NOWHERE:
-            get_error_handler().record_exception(UserError(f"{where}os._exit({status}) at {place}"))
-            status = status or 1
-        leave(status)
-
-    os._exit = refuse
-    try:
-        yield
-    finally:
-        os._exit = leave
-
-
-NOWHERE = "the exercise"
-
-
-def place_in(file: Path, frame: FrameType | None) -> str:
-    while frame is not None and frame.f_code.co_filename != str(file):
-        frame = frame.f_back
-    return f"{file.name} line {frame.f_lineno}" if frame is not None else NOWHERE
-
-
-# ---- what gloo and NCCL say of themselves ------------------------------------------------------------------------
-
-
-@contextmanager
-def quiet_below(folder: Path, rank: int) -> Iterator[None]:
-    """Stacks of C++ threads go to a file; what Python writes still goes to the screen."""
-    sys.stderr.flush()
-    screen = os.dup(2)
-    with (folder / f"rank{rank}.below").open("wb") as kept:
-        os.dup2(kept.fileno(), 2)
-    before, sys.stderr = sys.stderr, os.fdopen(screen, "w", buffering=1, errors="replace")
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(screen, 2)
-        sys.stderr = before
-
-
-def said_below(folder: Path) -> str:
-    return "\n".join(file.read_text(errors="replace") for file in sorted(folder.glob("rank*.below")))
 
 
 def shown(outcome: Outcome) -> list[str]:
