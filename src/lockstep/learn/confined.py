@@ -1,4 +1,4 @@
-"""An exercise may do anything. On its rank, what keeps it in its place: its time, its way out, what is said below it."""
+"""An exercise may do anything. What keeps it in its place, on its rank: its time, its way out, and what is said below."""
 
 import os
 import signal
