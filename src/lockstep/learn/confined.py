@@ -1,4 +1,4 @@
-"""An exercise may do anything. What keeps it in its place, on its rank: its time, its way out, and what is said below."""
+"""An exercise may do anything. What keeps it in its place, on its rank: its time, its way out, what is said below."""
 
 import os
 import signal
