@@ -166,6 +166,7 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.Captu
     assert "<svg" in Path(files["svg"]).read_text()
 
 
+@pytest.mark.slow
 def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
     """After each size the files are whole, whoever ends the run."""
     file = tmp_path / "comm.csv"

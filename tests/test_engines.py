@@ -83,6 +83,7 @@ def peak_shares(world: World) -> dict[str, float]:
     return {name: peak_share(world, name) for name in ("bucketed", "zero3", "fsdp")}
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole_model() -> None:
     for shares in on_ranks(peak_shares, 4):
         assert shares["bucketed"] > 1

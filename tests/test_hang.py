@@ -169,6 +169,7 @@ def started(run: Path, *flags: str) -> "tuple[subprocess.Popen[str], list[int]]"
     return process, [pid for _, pid in status.ranks]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     """First asked while all is well, which changes nothing."""
     process, ranks = started(tmp_path / "run", "--timeout", "8")

@@ -192,6 +192,7 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_an_error_in_bounded_time(script: str) -> None:
     process = start([sys.executable, script, "3"], **rank_environment(0, 2, free_port()))
     output, _ = process.communicate(timeout=LONG)
@@ -368,6 +369,7 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monk
     assert sorted(f.name.rpartition("-")[2] for f in tmp_path.iterdir()) == ["alive", "elsewhere"]
 
 
+@pytest.mark.slow
 def test_kill_9_of_everything_leaves_no_semaphore_for_long(tmp_path: Path) -> None:
     """Killed with its process group, Python cannot remove the names of its semaphores; the next start does."""
     script = tmp_path / "sleeps.py"

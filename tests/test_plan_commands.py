@@ -202,6 +202,7 @@ def wait_until(browser: Browser, script: str) -> None:
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium here")
+@pytest.mark.slow
 def test_the_page_shows_filters_and_answers_a_click(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     flags = ["--cluster", "2x8xa100-80", "--global-batch", "256", "--context", "2048", "--html", str(page)]
