@@ -5,6 +5,7 @@
     <!-- code: examples/my_nets.py -->             a file, without its docstring
     <!-- code: examples/own_loop.py: train -->     a function or class of it
     <!-- code: lockstep.Pipeline -->               the example of a docstring
+    <!-- output: 20 of lockstep plan ... -->       the first lines that a command prints which needs no ranks
 
 each up to `<!-- end -->`.
 
@@ -14,19 +15,23 @@ python docs/fill_pages.py
 import ast
 import inspect
 import re
+import shlex
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 from make_api import examples
 
 import lockstep
+from lockstep.cli import main
 from lockstep.cli.plan import known_network
 from lockstep.plan.choose import SCENARIOS, matrix
 from lockstep.plan.constants import told
 from lockstep.plan.machine import parse_cluster
 
 DOCS = Path(__file__).parent
-MARK = re.compile(r"(<!-- (constants|matrix|code: [^>]+) -->\n).*?(\n<!-- end -->)", flags=re.DOTALL)
+MARK = re.compile(r"(<!-- (constants|matrix|code: [^>]+|output: [^>]+) -->\n).*?(\n<!-- end -->)", flags=re.DOTALL)
 
 
 def constants_table() -> str:
@@ -61,12 +66,26 @@ def code(place: str) -> str:
     return "```python\n" + "\n".join(lines[node.lineno - 1 : node.end_lineno]) + "\n```"
 
 
+def output(place: str) -> str:
+    """As a terminal of 120 columns without colours shows it."""
+    count, command = place.split(" of ", 1)
+    said = StringIO()
+    with redirect_stdout(said):
+        assert main(shlex.split(command)[1:]) == 0, command
+    lines = [line.rstrip() for line in said.getvalue().splitlines()]
+    shown = [*lines[: int(count)], *(["..."] if len(lines) > int(count) else [])]
+    return "\n".join(["```", f"$ {command}", *shown, "```"])
+
+
 def filled(page: str) -> str:
     """The page as it would be written now."""
 
     def fill(found: re.Match[str]) -> str:
         kind = found[2]
-        return found[1] + (TABLES[kind]() if kind in TABLES else code(kind.removeprefix("code: "))) + found[3]
+        if kind in TABLES:
+            return found[1] + TABLES[kind]() + found[3]
+        what, place = kind.split(": ", 1)
+        return found[1] + (code(place) if what == "code" else output(place)) + found[3]
 
     return MARK.sub(fill, (DOCS / page).read_text(encoding="utf-8"))
 

@@ -85,6 +85,7 @@ def main(argv: list[str]) -> int:
         print("lockstep train has no experts yet: this is what one would run elsewhere")
     else:
         print(f"{train_command(cluster, 'CONFIG')} {found.flags}")
+        print("(CONFIG: one of yours for this model; lockstep plan CONFIG --out run.yaml writes such flags into one)")
     if found.fastest is not None:
         gain = found.plan.time.seconds / found.fastest.time.seconds - 1
         print(f"{gain:.0%} faster, and less simple: {found.fastest.layout} ({duration(found.fastest.time.seconds)})")

@@ -28,8 +28,8 @@ def show(answer: Answer, top: int, tokens: float | None, explain: bool) -> None:
     table = new_table(
         f"the fastest of {answer.fitting:,} layouts that fit, of {answer.considered:,} that are legal",
         ("layout",),
-        ("step", "80% of such\npredictions", unit, "MFU\n%", "GiB\nper rank"),
-        ("", "bound by"),
+        ("step", "in 4 of 5 such\npredictions", unit, "MFU\n%", "GiB\nper rank"),
+        ("memory", "bound by"),
     )
     for plan in answer.shown(top):
         low, high = plan.interval_s
@@ -44,6 +44,8 @@ def show(answer: Answer, top: int, tokens: float | None, explain: bool) -> None:
             plan.time.bound_by,
         )
     screen.print(table)
+    if any(plan.fits == "risky" for plan in answer.shown(top)):
+        screen.print("risky, and so last: more than four fifths of the free memory; it may run", highlight=False)
     best = answer.best
     parts = ", ".join(
         f"{name} {seconds / best.time.seconds:.0%}"

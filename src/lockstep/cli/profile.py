@@ -99,8 +99,8 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
     if first.comm_ms:
         hidden = max(0.0, 1 - first.exposed_ms / first.comm_ms)
         lines.append(
-            f"communication: {first.comm_ms:.1f} ms of a step in flight, {first.exposed_ms:.1f} ms waited for, so "
-            f"{hidden:.0%} hidden behind computation"
+            f"communication, on rank 0: {first.comm_ms:.1f} ms of a step in flight, {first.exposed_ms:.1f} ms waited "
+            f"for, so {hidden:.0%} hidden behind computation"
         )
     operations = ", ".join(f"{name} {share:.0%}" for name, share in first.top[:5])
     for line in [*lines, f"longest operations, of the time in all of them: {operations}"]:

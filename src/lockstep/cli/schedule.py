@@ -126,6 +126,7 @@ def compare(
     if arguments.run:
         found["measured"] = run()[0]
     title = f"{name}, {stages} stages, {count} micro-batches" + (f", {parts} chunks" if parts > 1 else "")
+    title += f"; by theory a forward takes {arguments.forward:g}, a backward {arguments.backward:g}"
     show(title, found, [most_held(instructions, placement) for instructions in lists])
     if arguments.out is not None:
         write(title, found, Path(arguments.out))
@@ -133,10 +134,11 @@ def compare(
 
 def show(title: str, found: dict[str, Timetable], held: list[float]) -> None:
     out = console()
+    letters = out.color_system is None
     out.print(f"[bold]{title}[/]")
     for name, table in found.items():
         out.print()
-        for line in as_text(table, out.width):
+        for line in as_text(table, out.width, letters):
             out.print(line, soft_wrap=True)
         unit = "" if name == "by theory" else " s"
         out.print(
@@ -144,7 +146,7 @@ def show(title: str, found: dict[str, Timetable], held: list[float]) -> None:
             f"({', '.join(f'{100 * table.idle(rank) / table.span:.0f}%' for rank in range(len(table.ranks)))})"
         )
     out.print()
-    out.print(legend(found["by theory"]))
+    out.print(legend(found["by theory"], letters))
     out.print(f"micro-batches held at most, by stage: {', '.join(f'{most:g}' for most in held)}")
 
 

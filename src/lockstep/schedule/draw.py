@@ -14,6 +14,8 @@ COLOURS = {  # kind -> (terminal, picture)
     "backward_input": ("black on green", "#54a24b"),
     "backward_weight": ("black on yellow", "#eeca3b"),
 }
+LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
+"""What stands for the colours where there are none."""
 WORDS = {
     "forward": "forward",
     "backward": "backward",
@@ -32,8 +34,8 @@ def columns_per_unit(found: Timetable, width: int) -> float:
     return wanted if wanted * found.span <= width else width / found.span
 
 
-def as_text(found: Timetable, width: int) -> list[Text]:
-    """A line for every stage: passes with their micro-batch, idle time as dots."""
+def as_text(found: Timetable, width: int, letters: bool = False) -> list[Text]:
+    """A line for every stage: passes with their micro-batch, idle time as dots. `letters`: without colours."""
     label = len(f"stage {len(found.ranks) - 1}  ")
     scale = columns_per_unit(found, min(WIDEST, width - label - 1))
     lines = []
@@ -43,15 +45,17 @@ def as_text(found: Timetable, width: int) -> list[Text]:
         for span in spans:
             start, end = round(span.start * scale), round(span.end * scale)
             line.append("·" * (start - at), "dim")
-            line.append(cell(span, end - start), colour(span))
+            line.append(cell(span, end - start, letters), colour(span))
             at = end
         line.append("·" * (round(found.span * scale) - at), "dim")
         lines.append(line)
     return lines
 
 
-def cell(span: Span, width: int) -> str:
+def cell(span: Span, width: int, letters: bool = False) -> str:
     number = str(span.instruction.micro_batch)
+    if letters:
+        number = LETTERS[span.instruction.kind] + number
     return number.ljust(width) if len(number) < width else number[:width]
 
 
@@ -60,11 +64,11 @@ def colour(span: Span) -> str:
     return LATER_CHUNK.get(chosen, chosen) if span.instruction.chunk else chosen
 
 
-def legend(found: Timetable) -> Text:
+def legend(found: Timetable, letters: bool = False) -> Text:
     kinds = dict.fromkeys(span.instruction.kind for spans in found.ranks for span in spans)
     text = Text()
     for kind in kinds:
-        text.append("   ", COLOURS[kind][0])
+        text.append(f" {LETTERS[kind]} " if letters else "   ", COLOURS[kind][0])
         text.append(f" {WORDS[kind]}   ")
     text.append("···", "dim")
     text.append(" idle")
