@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from lockstep.cli.flags import config_from
 from lockstep.cli.parsing import parse
 from lockstep.cli.tables import console, new_table
@@ -12,7 +10,7 @@ from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.layout import Degrees
 from lockstep.measure.expected import theory_of
-from lockstep.models import build_model, parameter_count
+from lockstep.models import on_meta, parameter_count
 from lockstep.strategies import STRATEGIES, available_strategies, degrees_of, strategy_named
 from lockstep.strategies.combining import check_cuts
 
@@ -57,8 +55,7 @@ def main(argv: list[str]) -> int:
     spec = DataSpec("images", (3, 32, 32), 10)
     if isinstance(model, GPT):
         spec = DataSpec("tokens", (model.context,), model.vocabulary or 256)
-    with torch.device("meta"):
-        psi = parameter_count(build_model(model, spec))
+    psi = parameter_count(on_meta(model, spec))
     config = Config(model=model, data=Data(name="synthetic"), train=Train(batch_size=arguments.batch_size))
     out = console()
     out.print(f"[bold]{model.name}[/], Ψ = {psi:,} parameters in fp32 with Adam, n = {ranks} ranks")
@@ -85,8 +82,7 @@ def add_row(
     cells = [name, "-", "-", formula or facts.sends, cut or facts.says]
     try:
         degrees = degrees_of(parallel, ranks)
-        with torch.device("meta"):
-            check_cuts(build_model(config.model, spec), parallel, 1)
+        check_cuts(on_meta(config.model, spec), parallel, 1)
         theory = theory_of(replace(config, parallel=parallel), spec, ranks)
     except UserError:
         theory, degrees = None, Degrees()

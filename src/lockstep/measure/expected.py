@@ -6,7 +6,7 @@ import torch
 
 from lockstep.config import Config
 from lockstep.data import Batch, DataSpec, Share
-from lockstep.models import build_model
+from lockstep.models import on_meta
 from lockstep.models.loss import loss_for
 from lockstep.strategies import STRATEGIES, degrees_of, strategy_named
 from lockstep.strategies.options import COMPUTE_DTYPES, DTYPES
@@ -35,8 +35,7 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
         return None
     if train.accumulation > 1 and engine.facts(config.parallel).sends_every_micro_batch:
         return None
-    with torch.device("meta"):
-        model = build_model(config.model, spec).to(DTYPES[train.precision])
+    model = on_meta(config.model, spec).to(DTYPES[train.precision])
     if any(True for _ in model.buffers()):
         return None  # running statistics travel too
     parallel, compute = config.parallel, COMPUTE_DTYPES.get(train.precision)

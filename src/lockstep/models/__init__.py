@@ -1,5 +1,8 @@
 """Networks as plain single-device code: no model mentions ranks."""
 
+import copy
+
+import torch
 from torch import nn
 
 from lockstep.config import schema
@@ -22,6 +25,18 @@ def build_model(config: schema.Model, spec: DataSpec, seed: int | None = None) -
         return _build(config, spec)
     with seeded(seed):
         return _build(config, spec)
+
+
+_ON_META: dict[tuple[str, str], nn.Module] = {}
+
+
+def on_meta(config: schema.Model, spec: DataSpec) -> nn.Module:
+    """Its shapes, without memory: a copy of what is built once, because to initialize nothing takes seconds too."""
+    key = (repr(config), repr(spec))
+    if key not in _ON_META:
+        with torch.device("meta"):
+            _ON_META[key] = _build(config, spec)
+    return copy.deepcopy(_ON_META[key])
 
 
 def _build(config: schema.Model, spec: DataSpec) -> nn.Module:
