@@ -13,7 +13,7 @@ test: lint
 # Matrices, and what takes minutes: all layouts to all layouts, verify at 2, 4 and 8 ranks, presets, long runs. On a
 # machine that is starved some would never end; what is left out then is told.
 test-slow: $(INSTALLED)
-	$(BIN)/pytest -q -m slow --minutes 35 -rs
+	$(BIN)/pytest -q -m slow --minutes 28 -rs
 
 # A site of docs/ with the lessons, for a browser, without a network: build/docs/index.html.
 docs: $(INSTALLED)

@@ -34,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
 BEGAN = pytest.StashKey[float]()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest last: if the minutes do not suffice, few tests are left out, not many."""
+    items.sort(key=lambda item: "slow" in item.path.parent.parts[-1:])
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("--minutes")
     if minutes is not None and time.monotonic() - item.config.stash[BEGAN] > 60 * minutes:
