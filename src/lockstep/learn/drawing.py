@@ -73,8 +73,13 @@ def last_calls(logs: Logs, grading: Collection[int] = ()) -> list[str]:
         row = log[-1]
         word = "to" if row["op"] in SENDS else "from" if row["op"] in RECEIVES else "at"
         other = f" {word} rank {row['peer']}" if row["peer"] is not None else ""
-        lines.append(f"rank {rank}: its last call is {row['op']} of {row['elements']:,}{other}, line {row['line']}")
+        lines.append(f"rank {rank}: its last call is {called(row)}{other}, line {row['line']}")
     return lines
+
+
+def called(row: dict[str, Any]) -> str:
+    """all_reduce of 12, barrier"""
+    return f"{row['op']} of {row['elements']:,}" if row["elements"] else str(row["op"])
 
 
 def events_of(logs: Logs) -> list[Event]:
@@ -85,7 +90,7 @@ def events_of(logs: Logs) -> list[Event]:
     for rank, log in enumerate(logs):
         for row in log:
             if row["op"] in SENDS and row["peer"] is not None:
-                text = f"{row['op']} of {row['elements']:,}, line {row['line']}"
+                text = f"{called(row)}, line {row['line']}"
                 event = Event(row["at"], text, rank, row["peer"], row["elements"], whole=False)
                 found.append(event)
                 waiting.setdefault((rank, row["peer"]), []).append(event)
@@ -96,7 +101,7 @@ def events_of(logs: Logs) -> list[Event]:
                 if sent:
                     sent.pop(0).whole = True
                 else:
-                    text = f"{row['op']} of {row['elements']:,}, line {row['line']}; rank {row['peer']} never sent it"
+                    text = f"{called(row)}, line {row['line']}; rank {row['peer']} never sent it"
                     found.append(Event(row["at"], text, row["peer"], rank, row["elements"], whole=False))
     for events in waiting.values():
         for event in events:
@@ -107,7 +112,7 @@ def events_of(logs: Logs) -> list[Event]:
         kinds: dict[str, list[int]] = {}
         for rank, row in rows.items():
             root = f" at rank {row['peer']}" if row["peer"] is not None else ""
-            kinds.setdefault(f"{row['op']} of {row['elements']:,}{root}", []).append(rank)
+            kinds.setdefault(f"{called(row)}{root}", []).append(rank)
         for kind, came in kinds.items():
             lines = ", ".join(map(str, dict.fromkeys(rows[rank]["line"] for rank in came)))
             text = f"{kind}, line {lines}"
