@@ -3,7 +3,7 @@
 A slow rank shows in its own work, never in its waiting: all others wait for it. So ranks compare the time that each
 spent on data, forward, backward and the optimizer without what it waited. A machine that is busy makes now this rank
 slow and now that one; a straggler is one rank in nearly every step. Ranks that share a GPU take turns on it, now one
-longer and now another, so that there it must be so twice in a row.
+longer and now another, so that there it must be so three times in a row.
 """
 
 import torch
@@ -31,7 +31,7 @@ class Pace:
         self.peers = peers_of(layout)
         self._times: list[list[float]] = []
         self._place = flag_device(layout.norm, layout.world.device)
-        self._needed = 2 if layout.world.ranks_on_device > 1 else 1
+        self._needed = 3 if layout.world.ranks_on_device > 1 else 1
         self._in_a_row: dict[int, int] = {}
         self.found: list[tuple[int, str, float]] = []
         """Stragglers of the last comparison: rank, phase, how many times as slow as its peers."""
