@@ -62,8 +62,8 @@ def test_less_than_a_millisecond_is_nobodys_concern() -> None:
     assert straggler(times(2, 1) / 1000, [0, 1], 1.5) is None
 
 
-@pytest.mark.parametrize(("ranks_on_device", "warned"), [(1, [1, 0, 0, 0, 1]), (2, [0, 0, 1, 0, 0])])
-def test_on_a_shared_gpu_a_rank_is_named_when_it_is_slow_three_times_in_a_row(
+@pytest.mark.parametrize(("ranks_on_device", "warned"), [(1, [0, 1, 0, 0, 0]), (2, [0, 0, 1, 0, 0])])
+def test_a_rank_is_named_when_it_is_slow_for_longer_than_a_moment(
     ranks_on_device: int, warned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow, slow, slow, as its peers, slow."""
@@ -96,7 +96,7 @@ def test_a_slow_rank_is_named_in_the_metrics(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [record for record in records if record["kind"] == "straggler"]
     assert found
-    assert {record["step"] for record in found} <= {10, 20, 30}  # a busy machine may make another rank slow for once
+    assert {record["step"] for record in found} <= {20, 30}  # a busy machine may make another rank slow for once
     assert {(record["rank"], record["phase"]) for record in found} == {(1, "forward")}
 
 

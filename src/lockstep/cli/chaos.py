@@ -92,7 +92,7 @@ def chosen(arguments: ChaosArguments) -> list[Fault]:
     unknown = sorted(set(arguments.faults) - {*BY_NAME, "all"})
     if unknown:
         raise UserError(f"--faults {unknown[0]} is unknown; there are all, {', '.join(BY_NAME)}")
-    numbers = {"--rounds": (arguments.rounds, 1), "--nproc": (arguments.nproc, 2), "--steps": (arguments.steps, 40)}
+    numbers = {"--rounds": (arguments.rounds, 1), "--nproc": (arguments.nproc, 2), "--steps": (arguments.steps, 80)}
     for flag, (value, least) in {**numbers, "--save-every": (arguments.save_every, 1)}.items():
         if value < least:
             raise UserError(f"{flag} is {value}, but it must be {least} or more")

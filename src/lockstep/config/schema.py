@@ -203,7 +203,7 @@ class Train:
     patience: int | None = None
     """Stop after this many evaluations in a row without a new lowest test loss. None: never."""
     straggler: float = 1.5
-    """Name a rank whose own work takes this many times as long as its peers' in 8 of 10 steps. 0: look for none."""
+    """Name a rank whose own work takes this many times as long as its peers', in 8 of 10 steps, twice. 0: none."""
     check_replicas: int = 0
     """Steps between comparisons of the weights that ranks should share, bit by bit, which find silent corruption. 0:
     never."""

@@ -2,8 +2,8 @@
 
 A slow rank shows in its own work, never in its waiting: all others wait for it. So ranks compare the time that each
 spent on data, forward, backward and the optimizer without what it waited. A machine that is busy makes now this rank
-slow and now that one; a straggler is one rank in nearly every step. Ranks that share a GPU take turns on it, now one
-longer and now another, so that there it must be so three times in a row.
+slow and now that one; a straggler is one rank in nearly every step, and not for a moment only. Ranks that share a GPU
+take turns on it, now one longer and now another, so that there it takes longer to be sure.
 """
 
 import torch
@@ -17,6 +17,8 @@ STEPS = 10
 """That are looked at together."""
 MOST = 8
 """Of them, in which a rank must be the slowest, by the threshold, to be named."""
+IN_A_ROW = 2
+"""Comparisons in which it must be so; one more where ranks share a GPU."""
 LEAST = 1e-3
 """Seconds per step under which nobody cares."""
 OWN_WORK = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms")
@@ -31,7 +33,7 @@ class Pace:
         self.peers = peers_of(layout)
         self._times: list[list[float]] = []
         self._place = flag_device(layout.norm, layout.world.device)
-        self._needed = 3 if layout.world.ranks_on_device > 1 else 1
+        self._needed = IN_A_ROW + (layout.world.ranks_on_device > 1)
         self._in_a_row: dict[int, int] = {}
         self.found: list[tuple[int, str, float]] = []
         """Stragglers of the last comparison: rank, phase, how many times as slow as its peers."""
