@@ -36,7 +36,7 @@ BEGAN = pytest.StashKey[float]()
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest last: if the minutes do not suffice, few tests are left out, not many."""
-    items.sort(key=lambda item: "slow" in item.path.parent.parts[-1:])
+    items.sort(key=lambda item: item.get_closest_marker("long") is not None or item.path.parent.name == "slow")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -122,6 +122,7 @@ SMALL = ("--data.name", "synthetic", "--data.samples", "64", "--model.width", "4
         ("run_benchmark.sh", ("--model.size", "custom", "--model.d-model", "32", "--model.layers", "1"), "naive"),
     ],
 )
+@pytest.mark.long
 def test_the_ready_scripts_run(name: str, flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
     script = Path("scripts") / name
     given = [str(Path(flag).absolute()) if flag.endswith(".yaml") else flag for flag in flags]

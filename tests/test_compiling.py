@@ -11,6 +11,7 @@ from lockstep.training.loop import train
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_compile_trains_alike() -> None:
     settings = Train(batch_size=8, steps=3, log_every=1, optimizer="adamw", lr=1e-3)
     graphs = {}

@@ -34,6 +34,8 @@ REASONS = {  # how a command begins -> why no test of these pages runs it
 SHORTER = {
     "train": ["--train.steps", "2", "--train.evaluate-every", "0", "--checkpoint.every", "1"],
     "profile": ["--steps", "1", "--warmup", "1"],
+    "verify": ["--steps", "2"],
+    "bench train": ["--steps", "2", "--warmup", "1"],
 }
 
 
@@ -57,11 +59,11 @@ def run(line: str, folder: Path) -> None:
     if words[0] == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
     assert command is not None, f"no test knows how to run {words[0]!r}"
-    if "train" in words or "profile" in words:
-        kind = "train" if "train" in words else "profile"
-        command += SHORTER[kind]
-        if "--run-dir" not in words:
-            command += ["--run-dir", f"runs/{abs(hash(line))}"]
+    kind = next((kind for kind in ("bench train", "train", "profile", "verify") if f" {kind} " in f"{line} "), "")
+    if SHORTER.get(kind, ["--none"])[0] not in words:
+        command += SHORTER.get(kind, [])
+    if kind in ("train", "profile") and "--run-dir" not in words:
+        command += ["--run-dir", f"runs/{abs(hash(line))}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -98,6 +100,7 @@ def test_quick_commands_of_a_page_run(page: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", page_params(quick=False))
+@pytest.mark.long
 def test_commands_of_a_page_run(page: str, folder: Path) -> None:
     """In order, in one folder: a later one may go on from an earlier one's."""
     for line in lines_of(ROOT / page):

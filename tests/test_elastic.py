@@ -54,6 +54,7 @@ def until_ranks(run: Path, ranks: int) -> None:
         pytest.param(("--checkpoint.in-memory", "20"), "/dev/shm/lockstep-", id="memory"),
     ],
 )
+@pytest.mark.long
 def test_a_lost_node_leaves_the_batch_as_it_was_and_may_come_back(
     tmp_path: Path, saving: tuple[str, ...], place: str
 ) -> None:

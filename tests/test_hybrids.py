@@ -66,6 +66,7 @@ def test_some_of_each_axis_equal_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "names"), [(2, TWO), (4, FOUR), (8, EIGHT)])
+@pytest.mark.long
 def test_all_of_them_equal_one_process(ranks: int, names: list[str]) -> None:
     assert not failures(ranks, names, 3, timeout=500)
 
@@ -104,6 +105,7 @@ def test_a_checkpoint_moves_to_other_axes_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_move_between_all_axes(tmp_path: Path) -> None:
     two = ["single,tp=2:sequence", "single,tp=2:native", "single,pp=2:interleaved", "zero3,cp=1", "fsdp,tp=2"]
     four = [
