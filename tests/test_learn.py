@@ -149,6 +149,7 @@ def test_a_skeleton_may_be_other_code_than_a_todo() -> None:
     assert render(constant, "skeleton") == "BYTES = None  # say it\n"
     more = "def f():\n    #: solution\n    yield 1\n    #: todo one\n    # yield\n    #: end\n"
     assert render(more, "skeleton") == 'def f():\n    raise NotImplementedError("one")\n    yield\n'
+    assert '("say \\"hi\\"")' in render('#: solution\n#: todo say "hi"\n#: end\n', "skeleton")
 
 
 def test_one_master_makes_them_all() -> None:
@@ -354,6 +355,11 @@ ODD = {  # what an exercise may do -> its lesson, its file, what is said of it; 
     ),
     "is interrupted": (1, "raise KeyboardInterrupt\n", "exercise.py line 1, in <module>: KeyboardInterrupt"),
     "is empty": (3, "", "exercise.py has no 'start_alike'"),
+    "meets what torch has not": (
+        1,
+        FIRST.replace("loss = mean_squared_error(model(x), y)", "loss = nn.Module()(x)"),
+        "in train: NotImplementedError: Module [Module] is missing",
+    ),
     "is no text": (1, "x = 1\0\n", "exercise.py line 1: source code string cannot contain null bytes"),
     "gives nothing": (
         3,

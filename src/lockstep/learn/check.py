@@ -16,7 +16,7 @@ from lockstep.launch.processes import signature
 from lockstep.launch.rank import blames_another, has_missed_its_peers
 from lockstep.layout.world import World
 from lockstep.learn.confined import IDLE, CutShort, cut_short, not_leaving, quiet_below, said_below
-from lockstep.learn.drawing import Logs, draw, events_of, in_the_grader, last_calls, read_logs
+from lockstep.learn.drawing import draw, events_of, in_the_grader, last_calls, read_logs
 from lockstep.learn.lesson import Lesson, lesson_named
 from lockstep.learn.overseer import Overseer, bring_back, overseen
 from lockstep.learn.rank import Graded, Guess, NotPassedError, Rank, in_exercise, in_grader
@@ -80,14 +80,15 @@ def on_ranks(lesson: Lesson, file: Path, size: int, share_gpu: bool, seconds: fl
         graded = overseer.graded()
         if graded is not None and not graded[0].problem:  # all ranks were done, whatever ended them
             return Outcome(True, ranks=size, guesses=graded[0].guesses, notes=graded[0].notes)
-        logs, grading = read_logs(folder, size), in_the_grader(folder, size)
+        logs = read_logs(folder, size)
         if graded is not None:
             problem = graded[0].problem
         elif overseer.cut:
             problem = "\n".join([f"it did not end within {IDLE * seconds:g} s", *overseer.places(file)])
         else:
             assert failed is not None, "a rank has neither failed nor brought anything back"
-            problem = _in_words(failed, file, logs, grading, seconds, said_below(folder))
+            calls = last_calls(logs, in_the_grader(folder, size))
+            problem = _in_words(failed, file, calls, seconds, said_below(folder))
             known = lesson.explain(logs) if isinstance(failed, RankError) else None
             problem = f"{known}\n{problem}" if known else problem
     apart = next((e for e in events_of(logs) if e.came and not e.whole), None) if size > 1 else None
@@ -96,10 +97,11 @@ def on_ranks(lesson: Lesson, file: Path, size: int, share_gpu: bool, seconds: fl
     return Outcome(False, problem=problem, ranks=size, drawing=draw(logs))
 
 
-def _in_words(
-    error: UserError | RankError, file: Path, logs: Logs, grading: set[int], seconds: float, below: str
-) -> str:
-    """Without what is said for operators: of a traceback, and of the stacks of ranks that hang, only the exercise."""
+def _in_words(error: UserError | RankError, file: Path, calls: list[str], seconds: float, below: str) -> str:
+    """Without what is said for operators: of a traceback, and of the stacks of ranks that hang, only the exercise.
+
+    `calls`: the last one of each rank. `below`: what gloo and NCCL have said.
+    """
     text = str(error)
     if not isinstance(error, RankError):
         return text
@@ -108,21 +110,19 @@ def _in_words(
     who = rank[0] if rank else "a rank"
     hung = f"the ranks hung; cut after {seconds:g} s"
     if text.startswith("the ranks hung: "):
-        return "\n".join([hung, *last_calls(logs, grading)])
+        return "\n".join([hung, *calls])
     places = re.findall(rf'File "{re.escape(str(file))}", line (\d+), in (\w+)', text)
     if places:
         line, function = places[-1]
         if "imed out" in lines[0]:
-            return "\n".join(
-                [f"{hung}: {who} waits at {file.name} line {line}, in {function}", *last_calls(logs, grading)]
-            )
+            return "\n".join([f"{hung}: {who} waits at {file.name} line {line}, in {function}", *calls])
         return f"{lines[0]}\nat {file.name} line {line}, in {function}"
     sizes = re.search(r"(\d+) vs (\d+)", below)
     if sizes is not None:
         said = f"a message of {sizes[1]} B came where a rank expects {sizes[2]} B"
-        return "\n".join([f"{said}: other shapes, dtypes or another order of calls", *last_calls(logs, grading)])
+        return "\n".join([f"{said}: other shapes, dtypes or another order of calls", *calls])
     if "exit code" in lines[0]:
-        return "\n".join([f"{who} has ended in the midst of it", *last_calls(logs, grading)])
+        return "\n".join([f"{who} has ended in the midst of it", *calls])
     return text
 
 

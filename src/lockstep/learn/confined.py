@@ -12,6 +12,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep.errors import UserError
+from lockstep.learn.recorder import line_in
 
 IDLE = 2
 """How many times longer it may take by the clock than it may compute: waiting has a limit of its own."""
@@ -27,7 +28,9 @@ def cut_short(file: Path, seconds: float) -> Iterator[None]:
 
     def leave(number: int, frame: FrameType | None) -> None:
         limit = seconds if number == signal.SIGVTALRM else IDLE * seconds
-        raise CutShort(f"it did not end within {limit:g} s: it is at {place_in(file, frame)}")
+        line = line_in(str(file), frame)
+        place = "the exercise" if line is None else f"{file.name} line {line}"
+        raise CutShort(f"it did not end within {limit:g} s: it is at {place}")
 
     signals = {signal.SIGVTALRM: (signal.ITIMER_VIRTUAL, seconds), signal.SIGALRM: (signal.ITIMER_REAL, IDLE * seconds)}
     before = {number: signal.signal(number, leave) for number in signals}
@@ -47,9 +50,9 @@ def not_leaving(file: Path, where: str) -> Iterator[None]:
     process, leave = os.getpid(), os._exit
 
     def refuse(status: int) -> NoReturn:
-        place = place_in(file, sys._getframe())
-        if os.getpid() == process and place != NOWHERE:
-            get_error_handler().record_exception(UserError(f"{where}os._exit({status}) at {place}"))
+        line = line_in(str(file), sys._getframe())
+        if os.getpid() == process and line is not None:
+            get_error_handler().record_exception(UserError(f"{where}os._exit({status}) at {file.name} line {line}"))
             status = status or 1
         leave(status)
 
@@ -58,15 +61,6 @@ def not_leaving(file: Path, where: str) -> Iterator[None]:
         yield
     finally:
         os._exit = leave
-
-
-NOWHERE = "the exercise"
-
-
-def place_in(file: Path, frame: FrameType | None) -> str:
-    while frame is not None and frame.f_code.co_filename != str(file):
-        frame = frame.f_back
-    return f"{file.name} line {frame.f_lineno}" if frame is not None else NOWHERE
 
 
 # ---- what gloo and NCCL say of themselves ------------------------------------------------------------------------

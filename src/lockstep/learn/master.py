@@ -15,6 +15,7 @@ stands as comments below `#: skeleton`. Outside of regions nothing differs. A wr
 is the solution there.
 """
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def parse(text: str) -> list[str | Region]:
             current = wrong or SKELETON
             _must(forms is not None and current not in forms, number, f"{current} stands outside a region, or twice")
             assert forms is not None
-            forms[current] = [f'{indent}raise NotImplementedError("{todo}")'] if todo else []
+            forms[current] = [f"{indent}raise NotImplementedError({quoted(todo)})"] if todo else []
     _must(forms is None, len(text.splitlines()), "a region does not end")
     return parts
 
@@ -76,6 +77,11 @@ def render(text: str, variant: str) -> str:
 def wrong_names(text: str) -> list[str]:
     names = [name for part in parse(text) if isinstance(part, Region) for name in part.forms]
     return [name for name in dict.fromkeys(names) if name not in (SOLUTION, SKELETON)]
+
+
+def quoted(text: str) -> str:
+    """As Python, in double quotes, whatever is in it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _uncommented(line: str, number: int) -> str:

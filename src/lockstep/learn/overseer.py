@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.learn.rank import Graded, Guess
+from lockstep.results.whole import write_whole
 
 LOOK_EVERY = 0.1
 GRACE = 2.0
@@ -37,21 +38,20 @@ class Overseer(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        begun: float | None = None  # starting ranks takes what it takes; the exercise's time is what counts
-        done: float | None = None
-        while not self._over.wait(LOOK_EVERY):
-            now = time.monotonic()
-            begun = begun if begun is not None else now if len(self._groups()) == self.size else None
-            done = done if done is not None else now if self.graded() is not None else None
-            self.cut = self.cut or (done is None and begun is not None and now - begun > self.seconds + GRACE)
-            if self.cut or (done is not None and now - done > GRACE):
-                self._end_ranks()
+        while not self._over.is_set() and len(self._groups()) < self.size:
+            self._over.wait(LOOK_EVERY)  # starting ranks takes what it takes; the exercise's time is what counts
+        end = time.monotonic() + self.seconds + GRACE
+        while not self._over.is_set() and self.graded() is None and time.monotonic() < end:
+            self._over.wait(LOOK_EVERY)
+        self.cut = not self._over.is_set() and self.graded() is None
+        if not self.cut:
+            self._over.wait(GRACE)
+        self._end_ranks()
 
     def stop(self) -> None:
         """The ranks have ended; what they have started has not, perhaps."""
         self._over.set()
         self.join()
-        self._end_ranks()
 
     def graded(self) -> list[Graded] | None:
         """Of every rank; None: not all are done."""
@@ -90,9 +90,7 @@ class Overseer(threading.Thread):
 def overseen(folder: Path, rank: int, seconds: float) -> Iterator[None]:
     """A rank of a check: its process is known, and where it is when its time is over will be."""
     os.setpgid(0, 0)
-    temporary = folder / f".rank{rank}.pid"
-    temporary.write_text(str(os.getpid()))
-    temporary.replace(folder / f"rank{rank}.pid")
+    write_whole(folder / f"rank{rank}.pid", str(os.getpid()))
     with (folder / f"rank{rank}.stack").open("w") as stack:
         faulthandler.dump_traceback_later(seconds, file=stack)
         try:
@@ -102,6 +100,4 @@ def overseen(folder: Path, rank: int, seconds: float) -> Iterator[None]:
 
 
 def bring_back(folder: Path, rank: int, graded: Graded) -> None:
-    temporary = folder / f".rank{rank}.graded"
-    temporary.write_text(json.dumps(asdict(graded)), encoding="utf-8")
-    temporary.replace(folder / f"rank{rank}.graded")
+    write_whole(folder / f"rank{rank}.graded", json.dumps(asdict(graded)))

@@ -257,11 +257,12 @@ def in_exercise(error: BaseException, file: Path) -> str | None:
         return f"{file.name} line {error.lineno or 1}: {error.msg}"
     if "autograd kernel was not registered" in str(error):
         return "autograd went through a plain collective, and knows nothing of it: a torch.autograd.Function says how"
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if frame.filename == str(file)]
     if not lines:
         return None
     last = lines[-1]
-    if isinstance(error, NotImplementedError):
+    if isinstance(error, NotImplementedError) and frames[-1] is last:  # torch raises it too, below what was written
         return f"not written yet: {error} ({file.name} line {last.lineno}, in {last.name})"
     code = (last.line or linecache.getline(str(file), last.lineno or 0)).strip()
     return f"{file.name} line {last.lineno}, in {last.name}: {type(error).__name__}: {error}\n    {code}"

@@ -178,10 +178,14 @@ class Recorder:
             raise ValueError(f"rank {self.rank} {does} rank {peer}, but {there}")
 
     def _line(self) -> int:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename != self.exercise:
-            frame = frame.f_back
-        return 0 if frame is None else frame.f_lineno
+        return line_in(self.exercise, sys._getframe(2)) or 0
+
+
+def line_in(file: str, frame: FrameType | None) -> int | None:
+    """Where in this file that call came from; None: from nowhere there."""
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return None if frame is None else frame.f_lineno
 
 
 class Waited:
