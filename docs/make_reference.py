@@ -13,10 +13,10 @@ from pathlib import Path
 
 from lockstep.cli import COMMANDS, usage
 from lockstep.config import schema
+from lockstep.config.shipped import description, shipped_configs
 from lockstep.learn.lesson import lessons
 
 DOCS = Path(__file__).parent
-CONFIGS = DOCS.parent / "configs"
 WIDTH = "100"
 """Columns of the help texts."""
 
@@ -49,11 +49,10 @@ def help_of(module: str) -> str:
 def configs_page() -> str:
     parts = [
         "# Configs\n\nWritten by `python docs/make_reference.py`.\n\n## Ready ones\n",
-        "| file | what it is |\n| --- | --- |",
+        "By name, from any folder: `lockstep train digits_cnn`. In the checkout they lie in `configs/`.\n",
+        "| name | what it is |\n| --- | --- |",
     ]
-    for file in sorted(CONFIGS.glob("*.yaml")):
-        first = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".:")
-        parts.append(f"| `configs/{file.name}` | {first} |")
+    parts += [f"| `{name}` | {description(file)} |" for name, file in shipped_configs().items()]
     parts.append("\n## Keys\n\nNested in a file, dotted as flags: `train: {lr: 0.1}` is `--train.lr 0.1`. Flags win.\n")
     for section, classes in sections().items():
         parts.append(f"### {section}\n")

@@ -16,7 +16,7 @@ from lockstep.launch import Launch
 from lockstep.layout.world import World
 from lockstep.measure.peak import measured_peak
 from lockstep.measure.timing import Timing
-from lockstep.models import build_model, forward_flops, gpt_shape, parameter_count, training_flops
+from lockstep.models import build_model, forward_flops, gpt_shape, on_meta, parameter_count, training_flops
 
 GIB = 1024**3
 IMAGES = DataSpec("images", (3, 32, 32), 10)
@@ -66,8 +66,7 @@ def cnn_sizes(config: Config) -> list[Case]:
     for series, sizes in CNN_SIZES.items():
         for size, (channels, hidden) in sizes.items():
             model = CNN(channels=channels, hidden=hidden)
-            with torch.device("meta"):
-                built = build_model(model, IMAGES)
+            built = on_meta(model, IMAGES)
             details = {
                 "grows_in": series,
                 "model_size": size,
@@ -296,8 +295,7 @@ def training_bytes(config: Config, nproc: int) -> float:
     model, train = config.model, config.train
     assert isinstance(model, GPT)
     spec = tokens_for(model)
-    with torch.device("meta"):
-        parameters = parameter_count(build_model(model, spec))
+    parameters = parameter_count(on_meta(model, spec))
     shape = gpt_shape(model, spec.classes)
     itemsize = 8 if train.precision == "fp64" else 4
     copies = 3 + (2 if train.optimizer != "sgd" else 1)  # weights, gradients, gradients in flight, the optimizer's

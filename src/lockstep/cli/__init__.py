@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from io import TextIOWrapper
 
@@ -24,6 +26,7 @@ DEBUG, DEBUGGING = "--debug", "LOCKSTEP_DEBUG"
 COMMANDS = {  # name -> (module, what it answers)
     "demo": ("lockstep.cli.demo", "show me, now, on this machine: every strategy on real digits, side by side"),
     "train": ("lockstep.cli.train", "train this model for real"),
+    "configs": ("lockstep.cli.configs", "what can I train at once? the configs that come with it, by name"),
     "learn": ("lockstep.cli.learn", "teach me: a course whose exercises are graded on real ranks"),
     "tokenize": ("lockstep.cli.tokenize", "make token ids from text of any size, to train a GPT on"),
     "generate": ("lockstep.cli.generate", "let a trained GPT write"),
@@ -104,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
             refuse_unknown(name, rest)
             if name in OF_A_CONFIG:
                 config_from(rest)
-        command = importlib.import_module(COMMANDS[name][0])
+        with ctrl_c_waits():
+            command = importlib.import_module(COMMANDS[name][0])
         return int(command.main(rest))
     except UserError as error:
         return _say(f"error: {error}", 2)
@@ -117,6 +121,16 @@ def main(argv: list[str] | None = None) -> int:
         return _say(f"error: {error}", 1)
     except RankError as error:
         return _say(f"error: {error}", 1)
+
+
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Until torch is imported: in the midst of that it would end in an abort of C++."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _find_command(args: list[str]) -> tuple[str, list[str]]:

@@ -27,7 +27,7 @@ from lockstep.config import (
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
 from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link
-from lockstep.models import build_model, parameter_count
+from lockstep.models import on_meta, parameter_count
 from lockstep.parallel.blocks import blocks_of
 from lockstep.plan.trace import spec_without_data
 from lockstep.strategies import STRATEGIES, check_parallel, degrees_of
@@ -100,8 +100,7 @@ def check_model(config: Config) -> None:
     """A model whose parameters alone exceed the machine's memory many times over is a mistake in a number; and degrees
     must divide what they cut.
     """
-    with torch.device("meta"):
-        built = build_model(config.model, spec_without_data(config))
+    built = on_meta(config.model, spec_without_data(config))
     check_cuts(built, config.parallel, config.train.accumulation)
     tell_of_blocks(built, config.parallel)
     parameters = parameter_count(built)

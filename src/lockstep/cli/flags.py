@@ -22,6 +22,7 @@ DEEPSPEED = ("deepspeed", "deepspeed-config")
 KNOWN = {
     "demo": (*LAUNCH, "epochs", "run-dir"),
     "train": (*LAUNCH, "run-dir", "resume", "max-restarts", *DEEPSPEED),
+    "configs": (),
     "tokenize": ("out", "tokenizer", "test-share"),
     "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine"),
     "export": ("out", "format"),

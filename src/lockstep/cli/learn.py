@@ -3,10 +3,7 @@
 import difflib
 import os
 import shlex
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +13,7 @@ import tyro
 from rich.markdown import Markdown
 from rich.syntax import Syntax
 
+from lockstep.cli import ctrl_c_waits
 from lockstep.cli.parsing import parse
 from lockstep.cli.tables import console, new_table
 from lockstep.errors import UserError
@@ -161,16 +159,6 @@ def unreadable(course: Course, lesson: Lesson) -> UserError:
     if file.is_file() and not os.access(file, os.R_OK):
         return UserError(f"{file} may not be read: chmod u+r {shlex.quote(str(file))}")
     return UserError(f"{file} cannot be read; lockstep learn reset {lesson.number} lays it out again")
-
-
-@contextmanager
-def ctrl_c_waits() -> Iterator[None]:
-    """In the midst of torch's import it would end in an abort of C++."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def watch(course: Course, lesson: Lesson, goes_on: bool, share_gpu: bool) -> int:

@@ -11,6 +11,7 @@ from lockstep.cli.tables import write_rows
 from lockstep.config import GPT, Config, Model, ResNet, check_ranges, save_config
 from lockstep.config import Plan as Planned
 from lockstep.config.gpt import SIZES
+from lockstep.config.shipped import is_config
 from lockstep.errors import UserError
 from lockstep.plan.describe import network_of_gpt, network_of_hf
 from lockstep.plan.known import KNOWN, known_model
@@ -81,7 +82,7 @@ class PlanArguments:
 
 def main(argv: list[str]) -> int:
     given = argv[0] if argv and not argv[0].startswith("-") else None
-    is_file = given is not None and given.endswith((".yaml", ".yml"))
+    is_file = given is not None and is_config(given)
     config, rest = config_from(argv if is_file or given is None else argv[1:], None if is_file else Config(model=GPT()))
     arguments = parse(PlanArguments, rest, "plan", default=PlanArguments(model=config.model))
     config.model = arguments.model

@@ -12,6 +12,7 @@ from lockstep.cli.arguments import RunArguments, check_before_ranks
 from lockstep.cli.flags import config_from, sections
 from lockstep.cli.parsing import check_output, parse
 from lockstep.cli.tables import console
+from lockstep.config.shipped import is_config
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.parallel.schedule import SCHEDULES, pipeline_schedule, placement_of
@@ -75,7 +76,7 @@ class ConfigScheduleArguments(RunArguments):
 
 def main(argv: list[str]) -> int:
     name = argv[0] if argv and not argv[0].startswith("-") else None
-    if name is not None and name.endswith((".yaml", ".yml")):
+    if name is not None and name not in SCHEDULES and is_config(name):
         return of_config(argv)
     arguments = parse(ScheduleArguments, argv[1:] if name is not None else argv, "schedule NAME")
     if name is None:

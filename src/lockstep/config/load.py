@@ -15,6 +15,7 @@ import yaml
 
 from lockstep.config.check import check_choices
 from lockstep.config.schema import Config, Model
+from lockstep.config.shipped import cannot_be_read, find_config
 from lockstep.errors import UserError
 
 COMMAND_FLAGS = ("nproc", "device", "backend", "share-gpu", "timeout", "run-dir", "resume", "strategies", "world-size")
@@ -24,8 +25,10 @@ MODELS: dict[str, type] = {cls().name: cls for cls in get_args(Model)}
 
 
 def load_config(file: str | Path | None = None, model_name: str | None = None) -> Config:
-    """The defaults, overlaid with `file`. `model_name` (from a flag) wins over the file's `model.name`."""
-    values = read_yaml(Path(file)) if file is not None else {}
+    """The defaults, overlaid with `file`, or with the shipped config of that name. `model_name` (from a flag) wins over
+    the file's `model.name`.
+    """
+    values = read_yaml(find_config(file)) if file is not None else {}
     where = str(file) if file is not None else "flags"
     model = values.get("model") or {}
     if not isinstance(model, dict):
@@ -183,7 +186,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
             raise UserError(f"{file}: is longer than {MOST_BYTES:,} characters, which no config is")
         values = yaml.load(text, Loader=_StrictLoader)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); ready configs are in configs/") from error
+        raise cannot_be_read(file, error.strerror) from error
     except UserError:
         raise
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -7,8 +7,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
+from lockstep.bar import Bar
 from lockstep.errors import UserError
 
 
@@ -62,8 +63,8 @@ def sha256_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _bar() -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+def _bar() -> Bar:
+    return Bar(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
 def _cannot_fetch(remote: RemoteFile, target: Path, error: Exception) -> UserError:

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.config import Parallel
+from lockstep.config.shipped import find_config
 from lockstep.errors import UserError
 from lockstep.strategies.options import Options
 
@@ -94,7 +95,7 @@ def refuse_contradictions(settings: dict[str, Any], ours: dict[str, tuple[str, A
 
 def read_settings(file: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(find_config(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); ready ones are in configs/deepspeed/") from None
     except ValueError as error:
