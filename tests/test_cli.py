@@ -46,7 +46,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 
 
 MISTAKES = {
-    "fly": "unknown command 'fly'; there are demo, train, learn, tokenize, generate, export, import, verify",
+    "fly": "unknown command 'fly'; there are demo, train, configs, learn, tokenize, generate, export, import, verify",
     "bench fly": "unknown command 'bench fly'",
     "train absent.yaml": "absent.yaml: cannot be read",
     "train --model.chanels 3": "unknown flag --model.chanels; did you mean model.channels?",

@@ -64,6 +64,12 @@ class RestrictedUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
+AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+"""Names are flat already. Else torch's planners work on a copy: what is no tensor (random states, an engine's own state)
+would be read into that copy and lost, and whole numbers that are keys would be written as text.
+"""
+
+
 class SafeReader(FileSystemReader):
     """Reads what FileSystemWriter wrote, and runs nothing that somebody else may have written."""
 
@@ -126,7 +132,7 @@ def _check(metadata: Any, folder: Path) -> None:
 
 def write(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """This rank's part, to the disk itself."""
-    planner = DefaultSavePlanner(flatten_state_dict=False)  # names are flat already
+    planner = DefaultSavePlanner(**AS_IT_IS)
     writer = FileSystemWriter(folder, sync_files=True)
     with _plainly():
         dcp.save(
@@ -145,7 +151,7 @@ def saved_names(folder: Path) -> set[str]:
 def files_of(state: dict[str, Any], folder: Path) -> set[str]:
     """The files that these entries lie in."""
     metadata = read_metadata(folder)
-    planner = SafePlanner(flatten_state_dict=False)
+    planner = SafePlanner(**AS_IT_IS)
     planner.set_up_planner(_pieces(state), metadata, is_coordinator=False)
     items = planner.create_local_plan().items
     return {metadata.storage_data[item.storage_index].relative_path for item in items}
@@ -153,7 +159,7 @@ def files_of(state: dict[str, Any], folder: Path) -> set[str]:
 
 def read_into(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Fill the tensors of `state` from a checkpoint, each with the part that it says it is."""
-    planner = SafePlanner(flatten_state_dict=False)
+    planner = SafePlanner(**AS_IT_IS)
     pieces = _pieces(state)
     try:
         with _plainly():

@@ -27,7 +27,7 @@ KNOWN = {
     "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine"),
     "export": ("out", "format"),
     "import": ("out",),
-    "verify": (*LAUNCH, "strategies", "world-size", "steps", "precision", "savers", "link"),
+    "verify": (*LAUNCH, "strategies", "preset", "world-size", "steps", "precision", "savers", "link"),
     "bench comm": (
         *LAUNCH,
         *("collectives", "algorithms", "against", "min-bytes", "max-bytes", "factor", "iters", "warmup", "check"),

@@ -1,7 +1,7 @@
 """`lockstep verify`."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -14,20 +14,26 @@ from lockstep.config import CNN, Config, Data, Model, Own, Train, check_ranges
 from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
 from lockstep.strategies import strategy_names
-from lockstep.verify import Request, Verdict, check_request, verify
+from lockstep.verify import Request, Verdict, check_request, preset, verify
+from lockstep.verify.presets import Matrix
 from lockstep.words import counted
 
 
 @dataclass
 class VerifyArguments:
-    """Hold strategies against one process: loss at each step, gradients, weights; then their traffic against theory.
+    """Hold strategies against one process: loss, accuracy, gradients, their norm, weights, evaluation; then their
+    traffic, the order of their communication and what they hold in memory against laws.
 
-    Equality is shown in float64 to 1e-10 (float32: 1e-5), on even, uneven and accumulated batches. Strategies that
-    approximate by nature are held to a law of their own. The exit status is 1 if anything fails.
+    Equality is shown in float64 to 1e-10 (float32: 1e-5) of each tensor's norm, on even, uneven and accumulated
+    batches, with weights that are not looked at and messages that come late. By hand and unless a model is given also:
+    a plain loop, ranks that use other parameters, dropout, save and resume. Strategies that approximate by nature are
+    held to a law of their own. The exit status is 1 if anything fails.
 
     For example:
 
     lockstep verify
+
+    lockstep verify --preset hybrids
 
     lockstep verify --strategies bucketed ddp --world-size 3 --steps 50
 
@@ -38,11 +44,15 @@ class VerifyArguments:
     lockstep verify --model.import my_package.nets:Net --data.import my_package.data:make --strategies zero3
     """
 
-    strategies: tuple[str, ...] = ("all",)
-    """Names, or all. A + adds an option: bucketed+topk, local_sgd+diloco."""
-    world_size: tuple[int, ...] = (2, 4)
-    """Numbers of ranks to verify with. Under torchrun: that of torchrun."""
-    steps: int = 20
+    strategies: tuple[str, ...] = ()
+    """Names, or all (of data parallelism), instead of a preset. A + adds an option (bucketed+topk), a comma an axis
+    (zero3,tp=2)."""
+    preset: str = "standard"
+    """standard: every data strategy and every axis at 2 ranks, pairs of axes at 4, three at 8. data: every data
+    strategy at 2 and 4 ranks. hybrids: every axis with every kind of engine, at 2, 4 and 8 ranks."""
+    world_size: tuple[int, ...] = ()
+    """Numbers of ranks; default: the preset's, or 2 and 4 for --strategies. Under torchrun: that of torchrun."""
+    steps: int = 6
     precision: Literal["fp64", "fp32"] = "fp64"
     savers: bool = False
     """Verify the ways of saving memory with each strategy: activation checkpointing (full, every 2nd block, attention
@@ -61,35 +71,56 @@ def main(argv: list[str]) -> int:
     given = VerifyArguments(model=config.model, data=config.data, train=config.train)
     arguments = parse(VerifyArguments, rest, "verify", default=given)
     own_model = len(rest) < len(argv) or any(word.startswith("--model.") for word in rest)
-    names = [name for name in strategy_names(arguments.strategies) if name != "single"]
     check_ranges(Config(model=arguments.model))
-    request = Request(names, arguments.steps, arguments.model if own_model else None, arguments.precision)
+    request = Request([], arguments.steps, arguments.model if own_model else None, arguments.precision)
     request.savers = arguments.savers
     if isinstance(arguments.model, Own):
         request.own = Config(arguments.model, arguments.data, arguments.train)
         check_ranges(request.own)
     if arguments.link is not None:
         return over_link("verify", arguments.link, argv, arguments.launch)
-    launch, sizes = arguments.launch, arguments.world_size
+    launch = arguments.launch
+    matrix = chosen(arguments, request, rest)
+    for size, names in matrix.items():
+        check_request(replace(request, strategies=names), size, device_type(launch))
+    verdicts: list[Verdict] = []
+    for size, names in matrix.items():
+        asked = replace(request, strategies=names)
+        verdicts += run_on_ranks(verify, asked, launch=launch, default_nproc=size, start_method="forkserver")[0]
+    if os.environ.get("RANK", "0") == "0":
+        print_verdicts(verdicts, request)
+    return 0 if all(v.passed for v in verdicts) else 1
+
+
+def chosen(arguments: VerifyArguments, request: Request, rest: list[str]) -> Matrix:
+    """Which strategies at how many ranks."""
+    launch, given = arguments.launch, flag_value(rest, "--world-size") is not None
+    sizes = arguments.world_size
     if launch.nproc is not None:
-        if flag_value(rest, "--world-size") is not None:
+        if given:
             raise UserError("--nproc and --world-size both say how many ranks to verify with; leave one out")
         sizes = (launch.nproc,)
     if adopt_environment():
         sizes = (int(os.environ["WORLD_SIZE"]),)
-    if not names or not sizes:
-        flag = "--world-size" if names else "--strategies"
+    if (given and not sizes) or (flag_value(rest, "--strategies") is not None and not arguments.strategies):
+        flag = "--world-size" if given else "--strategies"
         raise UserError(f"{flag} has nothing to verify behind it; give some, or leave it out")
-    if min(sizes) < 1:
+    if sizes and min(sizes) < 1:
         raise UserError(f"--world-size is {min(sizes)}, but it must be 1 or more")
-    for size in sizes:
-        check_request(request, size, device_type(launch))
-    verdicts: list[Verdict] = []
-    for size in sizes:
-        verdicts += run_on_ranks(verify, request, launch=launch, default_nproc=size)[0]
-    if os.environ.get("RANK", "0") == "0":
-        print_verdicts(verdicts, request)
-    return 0 if all(v.passed for v in verdicts) else 1
+    if arguments.strategies and flag_value(rest, "--preset") is not None:
+        raise UserError("--strategies and --preset both say what to verify; leave one out")
+    if arguments.strategies or not request.is_whole or (sizes and flag_value(rest, "--preset") is None):
+        names = [n for n in strategy_names(arguments.strategies or ("all",)) if n != "single"]
+        if not names:
+            raise UserError("--strategies has nothing to verify behind it; give some, or leave it out")
+        return dict.fromkeys(sizes or (2, 4), names)
+    found = preset(arguments.preset)
+    if not sizes:
+        return found
+    if missing := [size for size in sizes if size not in found]:
+        have = ", ".join(map(str, found))
+        raise UserError(f"--preset {arguments.preset} has nothing for {missing[0]} ranks; it has {have}")
+    return {size: found[size] for size in sizes}
 
 
 def print_verdicts(verdicts: list[Verdict], request: Request) -> None:

@@ -5,9 +5,12 @@ waits has nothing else to do, so it does the work itself, instead of waking a th
 makes a small synchronous collective cheap.
 """
 
+import random
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -16,6 +19,21 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.openmp import use_one_thread_here
+
+DELAY = 0.002
+"""Seconds, at most, that `late` makes each piece of work wait."""
+_delays: random.Random | None = None
+
+
+@contextmanager
+def late(seed: int) -> Iterator[None]:
+    """Inside, work begins late by a random time: a caller that does not wait for a result computes without it."""
+    global _delays
+    before, _delays = _delays, random.Random(seed)
+    try:
+        yield
+    finally:
+        _delays = before
 
 
 class LaneWork(dist.Work):
@@ -31,6 +49,8 @@ class LaneWork(dist.Work):
 
     def run(self) -> "LaneWork":
         """Called by the lane, once. Returns the work that is done now: usually this one."""
+        if _delays is not None:
+            time.sleep(DELAY * _delays.random())
         finished: LaneWork | None = None
         failure: Exception | None = None
         try:

@@ -133,6 +133,19 @@ class FullyShardedDataParallel(ShardedModule):
             for dtype, both in lengths.items()
         }
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """In which unsharded gradients are reduced, two of each dtype in turn."""
+        return [buffer.memory for both in self._gradient_buffers.values() for buffer in both]
+
+    def gathered_bytes(self) -> int:
+        """Memory of the units' unsharded parameters at this moment."""
+        return sum(unit.gathered_bytes for unit in self.units())
+
+    def gathered_sizes(self) -> tuple[int, list[int]]:
+        """Bytes of unsharded parameters: outside the blocks, and of each block."""
+        blocks = [sum(unit.unsharded_bytes for unit in b.units) for b in self.blocks if not b.is_root]
+        return sum(unit.unsharded_bytes for unit in self._outside()), blocks
+
     # ---- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -181,6 +181,16 @@ class ShardUnit:
         with about(self.name):
             self._gather = all_gather_into_async(self._memory, part, self.group, purpose="parameters")
 
+    @property
+    def unsharded_bytes(self) -> int:
+        """Of the unsharded parameters, while there are any."""
+        return 0 if self.resident else self._nbytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of the unsharded parameters at this moment, whoever uses it."""
+        return 0 if self.resident else self._storage.nbytes()
+
     def unshard(self) -> None:
         """Wait for the all-gather; the modules compute with whole tensors from here on."""
         if self._is_stale():

@@ -43,6 +43,7 @@ SENDS = {
 class HandWritten(Engine):
     """`parallel.data` is the mode."""
 
+    takes_any_graph = True
     takes_compression = True
     module: DataParallel
 

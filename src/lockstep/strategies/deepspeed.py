@@ -45,6 +45,7 @@ class DeepSpeed(Engine):
     variants = ("zero1", "zero2")
     model_axes = ()
     offloads = ("cpu", "nvme")
+    skips_not_finite = False
     package = "deepspeed"
     verified_in = "fp32"
     casts = True

@@ -56,6 +56,16 @@ class Engine(ABC):
     """Parameters are sent after the optimizer's step, and the step waits for them."""
     leaves_in_flight: ClassVar[bool] = False
     """A step ends with communication in flight, which the next one waits for."""
+    takes_any_graph: ClassVar[bool] = False
+    """Ranks may leave parameters unused, and gradients may come late (re-entrant checkpointing)."""
+    reports_norm: ClassVar[bool] = True
+    """The norm that a step reports is that of the gradients before clipping."""
+    skips_not_finite: ClassVar[bool] = True
+    """No rank takes a step whose loss or gradients are not finite on some rank."""
+    waits_in_backward: ClassVar[bool] = False
+    """A reduction of gradients is waited for where it is issued."""
+    gathers_ahead: ClassVar[bool] = False
+    """The parameters of the next block are gathered while this one computes, forward and backward."""
 
     @classmethod
     @abstractmethod
@@ -192,8 +202,16 @@ class Engine(ABC):
         """Of this rank's samples only, after `keep_own_gradients`; nothing where an engine does not show them."""
         yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
 
+    def gathered_bytes(self) -> int:
+        """Memory of parameters at this moment that belong to other ranks, where an engine shards them."""
+        return 0
+
+    def gathered_sizes(self) -> tuple[int, list[int]]:
+        """Bytes of unsharded parameters, where an engine shards them: outside the blocks, and of each block."""
+        return 0, [0]
+
     def gradient_memory(self) -> list[Tensor]:
-        """All memory of gradients that this rank holds after a step."""
+        """All memory of gradients that this rank holds after a step, buffers that they are reduced in included."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     @property

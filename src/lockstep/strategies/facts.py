@@ -15,6 +15,8 @@ class Law:
     """The setting under which it equals one process, if it has one."""
     linear_only: bool = False
     """Equal only where everything is linear in the gradient: SGD, and no clipping by a norm."""
+    trains_apart: bool = False
+    """Ranks train apart and average: `verify` simulates them in one process."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class FSDP(Engine):
     NO_SHARD        replicated everywhere, as DDP
     """
 
+    waits_in_backward = True  # FSDP2, on CPU ranks
     axis = "shard"
     variants = ("SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
     shardings = get_args(Sharding)

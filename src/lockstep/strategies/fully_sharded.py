@@ -20,6 +20,8 @@ from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, ga
 
 
 class FullySharded(Engine):
+    takes_any_graph = True
+    gathers_ahead = True
     axis = "shard"
     variants = ("SHARD_GRAD_OP",)
     shardings = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -94,6 +96,15 @@ class FullySharded(Engine):
 
     def held(self) -> dict[str, Held]:
         return {name: Held(parameter, region) for name, parameter, region in self.module.held()}
+
+    def gathered_bytes(self) -> int:
+        return self.module.gathered_bytes()
+
+    def gathered_sizes(self) -> tuple[int, list[int]]:
+        return self.module.gathered_sizes()
+
+    def gradient_memory(self) -> list[Tensor]:
+        return [*super().gradient_memory(), *self.module.gradient_buffers()]
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         return self.module.unreduced_gradients()

@@ -26,6 +26,7 @@ class LocalSGD(Engine):
     variants = ("diloco",)
     model_axes = ("cp", "tp")
     host_decides = True
+    reports_norm = False  # each rank's own
     sends_after_step = True
 
     @classmethod
@@ -41,7 +42,7 @@ class LocalSGD(Engine):
         return Facts(
             says=f"{outer} every {parallel.sync_every} steps",
             sends="2Ψ(n-1)/(nK)",
-            law=Law("equal at K=1 with SGD", equal, linear_only=True),
+            law=Law("equal at K=1 with SGD, simulated at K=2", equal, linear_only=True, trains_apart=True),
             meets_every=parallel.sync_every,
             advice=(f"--parallel.sync-every {2 * parallel.sync_every} (ranks meet half as often)",),
         )
@@ -91,7 +92,9 @@ class LocalSGD(Engine):
     def load_own_state(self, state: dict[str, Any]) -> None:
         if "averager" in state:
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            saved = state["optimizer"]
+            by_number = {int(number): values for number, values in saved["state"].items()}  # text, in older checkpoints
+            self.optimizer.load_state_dict({**saved, "state": by_number})
             self.averager.load_state_dict(state["averager"])
 
     def make_state(self) -> "LocalState":

@@ -23,6 +23,7 @@ class ShardedState(Engine):
     whole, and those of each micro-batch are added to the owner's part at once.
     """
 
+    takes_any_graph = True
     axis = "shard"
     offloads = ("cpu",)
     leaves_in_flight = True
@@ -94,7 +95,7 @@ class ShardedState(Engine):
         }
 
     def gradient_memory(self) -> list[Tensor]:
-        return [bucket.buffer if self.stage == 1 else bucket.own for bucket in self.module.buckets]
+        return [tensor for bucket in self.module.buckets for tensor in (bucket.own, bucket.buffer)]
 
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:

@@ -1,31 +1,39 @@
 """A strategy and one process, step by step on the same global batches.
 
 Every rank compares what it holds, region by region, with the same regions of the reference; and all ranks' regions
-together must cover every parameter.
+together must cover every parameter. To look at weights is to wait for them, which would hide that somebody else forgot
+to: so in some scenarios weights are read at every third step only, and communication comes late.
 """
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf, isclose, isfinite
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.comm.collectives import all_gather_objects
+from lockstep.comm.lane import late
 from lockstep.config import Parallel
-from lockstep.config.own import imported
-from lockstep.data import IGNORED, Batch
-from lockstep.layout import Held, Region, World
+from lockstep.data import Samples
+from lockstep.layout import Held, Region
 from lockstep.layout.region import uncovered
 from lockstep.models import is_others
 from lockstep.models.deferred import Deferred
 from lockstep.models.loss import loss_for
-from lockstep.strategies import STRATEGIES, Options, ParallelModel, make_layout, parallelize
+from lockstep.strategies import STRATEGIES, Options, ParallelModel, StepResult, make_layout, parallelize
 from lockstep.strategies.table import Table
-from lockstep.training.optimizer import optimizer_factory
+from lockstep.training.evaluate import evaluate
+from lockstep.verify.activations import Activations, first_that_differs
+from lockstep.verify.reference import Moment, Reference
 from lockstep.verify.scenarios import Scenario
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+"""Relative to the norm of the tensor."""
+FLOOR = {"fp64": 1e-3, "fp32": 0.1}
+"""Of the norm of all tensors together: below it a tensor is rounding, to which nothing can be relative."""
+EVALUATE_AFTER = 1
+"""Step, counted from 0: evaluation must not change what comes after it."""
 
 
 @dataclass
@@ -48,7 +56,9 @@ class Comparison:
     """How far one strategy was from one process, over all steps and ranks."""
 
     loss: float = 0.0
+    """Also of the count of targets, the accuracy and the evaluation."""
     gradients: float = 0.0
+    """Also of their norm."""
     weights: float = 0.0
     first: Difference | None = None
 
@@ -56,79 +66,13 @@ class Comparison:
 def relative(got: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the expected tensor's norm where that exceeds 1. NaN counts as infinite."""
     difference = float((got - expected).abs().max()) if expected.numel() else 0.0
-    return _finite(difference / max(1.0, float(expected.norm())))
+    return finite(difference / max(1.0, float(expected.norm())))
 
 
-@dataclass
-class Moment:
-    """Where training stands after one step."""
-
-    loss: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-class Reference:
-    """One process on the whole global batches of a scenario, computed once and held against every strategy.
-
-    Plain PyTorch, with nothing of `strategies` in it: the mean loss, one backward, one clip, one optimizer step. A
-    model too large to remember at every step is trained anew beside each strategy.
+def spread(reference: Reference, parallel: Parallel, table: Table = STRATEGIES) -> ParallelModel:
+    """The scenario's model under a strategy. Each rank starts from other weights: a strategy must begin by making them
+    rank 0's.
     """
-
-    MEMORY = 256 * 1024 * 1024
-
-    def __init__(self, world: World, scenario: Scenario, steps: int, precision: str, optimizer: str) -> None:
-        self.world, self.scenario, self.precision = world, scenario, precision
-        self.dtype = torch.float64 if precision == "fp64" else torch.float32
-        self.make_optimizer = optimizer_factory(scenario.train(optimizer))
-        self._restart()
-        model_bytes = sum(p.nbytes for p in self._model.parameters())
-        self._remembers = 2 * steps * model_bytes <= self.MEMORY
-        self._moments: list[Moment] = []
-        self.initial = self._weights()
-
-    def _restart(self) -> None:
-        self._model = self.scenario.build(seed=0).to(self.world.device, self.dtype)
-        self._optimizer = self.make_optimizer(p for p in self._model.parameters() if p.requires_grad)
-
-    def after(self, step: int) -> Moment:
-        """The reference after `step`; steps must be asked for in order, from 0 again for each strategy."""
-        if step < len(self._moments):
-            return self._moments[step]
-        if step == 0 and not self._remembers:
-            self._restart()
-        moment = self._take(self.scenario.global_batch(step).to(self.world.device, self.dtype))
-        if self._remembers:
-            self._moments.append(moment)
-        return moment
-
-    def _take(self, batch: Batch) -> Moment:
-        self._optimizer.zero_grad()
-        outputs, targets = self._model(batch.inputs), batch.targets
-        own_loss = self.scenario.own_loss
-        if own_loss is not None:
-            loss = imported(own_loss, "train.loss")(outputs, targets)
-        elif self.scenario.spec.kind == "regression":
-            loss = F.mse_loss(outputs, targets)
-        else:
-            loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
-        loss.backward()
-        if self.scenario.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self.scenario.clip_norm)
-        named = self._model.named_parameters()
-        gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
-        self._optimizer.step()
-        return Moment(loss.item(), gradients, self._weights())
-
-    def _weights(self) -> dict[str, Tensor]:
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def compare(
-    reference: Reference, parallel: Parallel, steps: int, table: Table = STRATEGIES
-) -> tuple[Comparison, ParallelModel]:
-    """Run a strategy beside the reference. Returns the worst differences and the strategy, as it is after the last."""
     world, scenario = reference.world, reference.scenario
     options = Options(
         loss=loss_for(scenario.spec.kind, scenario.own_loss),
@@ -140,29 +84,136 @@ def compare(
         recompute=scenario.recompute,
         keep_gradients=True,
     )
-    # Each rank starts from other weights: a strategy must begin by making them rank 0's.
     build = partial(scenario.build, seed=world.rank)
     model = build() if is_others(scenario.model) else Deferred(build)
-    strategy = parallelize(model, make_layout(world, parallel, table), options, table)
-    worst, tolerance = Comparison(), TOLERANCE[reference.precision]
+    return parallelize(model, make_layout(world, parallel, table), options, table)
+
+
+def compare(
+    reference: Reference, parallel: Parallel, steps: int, table: Table = STRATEGIES
+) -> tuple[Comparison, ParallelModel]:
+    """Run a strategy beside the reference. Returns the worst differences and the strategy, as it is after the last."""
+    scenario, strategy = reference.scenario, spread(reference, parallel, table)
+    found = Findings(strategy, TOLERANCE[reference.precision], FLOOR[reference.precision], scenario)
+    found.note(0, found.of("weights", weights_of(strategy), reference.initial))
     share = strategy.batch_share()
-
-    def note(step: int, differences: dict[tuple[str, str], float]) -> None:
-        for (kind, name), size in differences.items():
-            setattr(worst, kind, max(getattr(worst, kind), size))
-            if not size <= tolerance and worst.first is None:
-                worst.first = Difference(step, world.rank, name, size)
-
-    note(0, differences("weights", weights_of(strategy), reference.initial))
+    unread: list[tuple[int, StepResult, Moment]] = []
     for step in range(steps):
         expected, batch = reference.after(step), scenario.global_batch(step)
-        got = strategy.step(batch.share(share))
-        loss, _, count = got.totals.read()
-        note(step + 1, {("loss", f"the number of targets ({count:.0f})"): abs(count - int(batch.target_count()))})
-        note(step + 1, {("loss", "the loss"): _finite(abs(loss / max(count, 1.0) - expected.loss))})
-        note(step + 1, differences("gradients", strategy.gradients(), expected.gradients))
-        note(step + 1, differences("weights", weights_of(strategy), expected.weights))
-    return _worst_of_ranks(worst), strategy
+        strategy.set_learning_rate(reference.learning_rate(step))
+        delays = late(1000 * step + strategy.world.rank) if scenario.unobserved else nullcontext()
+        with Activations(strategy.model) as activations, delays:
+            unread.append((step + 1, strategy.step(batch.share(share)), expected))
+        observed = not scenario.unobserved or step % 3 == 2 or step == steps - 1
+        if not observed:
+            continue
+        for number, result, moment in unread:
+            found.step(number, result, moment, scenario.global_batch(number - 1).target_count())
+        if any(all_gather_objects(found.loss_differs)):
+            found.where = first_that_differs(strategy, activations.outputs, expected.activations, found.tolerance)
+        unread = []
+        found.note(step + 1, found.of("gradients", strategy.gradients(), expected.gradients))
+        found.note(step + 1, found.of("weights", weights_of(strategy), expected.weights))
+        if step in (EVALUATE_AFTER, steps - 1) or scenario.unobserved:
+            found.evaluation(step + 1, expected)
+        if found.somewhere():
+            break  # what follows is wrong because of it
+    return found.worst_of_ranks(), strategy
+
+
+@dataclass
+class Findings:
+    """What one rank has found so far."""
+
+    strategy: ParallelModel
+    tolerance: float
+    floor: float
+    scenario: Scenario
+    worst: Comparison = field(default_factory=Comparison)
+    loss_differs: bool = False
+    where: str = ""
+    """Which activation differs first, if the loss does."""
+    _missing: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
+
+    def note(self, step: int, differences: dict[tuple[str, str], float]) -> None:
+        for (kind, name), size in differences.items():
+            setattr(self.worst, kind, max(getattr(self.worst, kind), size))
+            if not size <= self.tolerance and self.worst.first is None:
+                self.worst.first = Difference(step, self.strategy.world.rank, name, size)
+
+    def step(self, step: int, result: StepResult, expected: Moment, count: int | Tensor) -> None:
+        """What a step gives besides weights; the same on every rank."""
+        got = result.numbers()
+        self.note(step, {("loss", f"the number of targets ({got.targets:.0f})"): abs(got.targets - int(count))})
+        mean = got.loss_sum / max(got.targets, 1.0)
+        size = finite(abs(mean - expected.loss) / max(1.0, abs(expected.loss)))
+        self.loss_differs |= size > self.tolerance
+        self.note(step, {("loss", "the loss"): size})
+        if expected.correct is not None:
+            said = f"the number of right answers ({got.correct:.0f} for {expected.correct:.0f})"
+            self.note(step, {("loss", said): abs(got.correct - expected.correct)})
+        if self.strategy.engine.reports_norm:
+            off = finite(abs(got.grad_norm - expected.norm) / max(expected.norm, 1e-30))
+            said = f"the norm of the gradients ({got.grad_norm:.6g} for {expected.norm:.6g})"
+            self.note(step, {("gradients", said): off})
+
+    def evaluation(self, step: int, expected: Moment) -> None:
+        """Over samples that no number of ranks divides, in batches that leave ranks without any."""
+        batch = self.scenario.test_batch().to(self.strategy.world.device, self.strategy.options.dtype)
+        found = evaluate(self.strategy, Samples(batch.inputs, batch.targets), batch_size=4)
+        assert found is not None, "nobody has asked to stop"
+        (loss, accuracy), (wanted, right) = found, expected.evaluation
+        self.note(step, {("loss", "the evaluated loss"): finite(abs(loss - wanted) / max(1.0, abs(wanted)))})
+        if right is not None:
+            self.note(step, {("loss", "the evaluated accuracy"): finite(abs(accuracy - right))})
+
+    def of(self, kind: str, mine: dict[str, Held], theirs: dict[str, Tensor]) -> dict[tuple[str, str], float]:
+        """{(kind, what): how far off} of what this rank holds, in backward's order; what no rank holds is infinitely
+        far off on all. Where all gradients are off by one factor, that is said of all of them.
+        """
+        found, factors = {}, []
+        key = (kind, *theirs)
+        if key not in self._missing:  # regions stay as they are
+            self._missing[key] = not_covered({name: held.region for name, held in mine.items()}, theirs)
+        missing = self._missing[key]
+        total = sum(float(t.double().norm()) ** 2 for t in theirs.values()) ** 0.5
+        names = [*reversed(theirs), *(n for n in mine if n not in theirs and n not in self.scenario.local_buffers)]
+        for name in names:
+            what = f"{kind.removesuffix('s')} of {name}"
+            if name not in theirs or name in missing:
+                found[kind, what + missing.get(name, " (one process has none)")] = inf
+            elif name in mine:
+                got, expected = mine[name].tensor.reshape(-1), mine[name].region.read(theirs[name])
+                largest = float((got - expected).abs().max()) if expected.numel() else 0.0
+                size = finite(largest / max(float(theirs[name].double().norm()), self.floor * total, 1e-30))
+                if kind == "gradients" and size > 1e-6:
+                    factor = float(got.norm() / expected.norm())
+                    factors.append(factor)
+                    what += f" ({factor:.4g} times as large)"
+                found[kind, what] = size
+        if len(factors) > 2 and all(isclose(f, factors[0], rel_tol=1e-6) for f in factors) and isfinite(factors[0]):
+            wide = [n for n in names if n in mine and n in theirs and mine[n].region.read(theirs[n]).any()]
+            if len(factors) >= len(wide):
+                said = f"the norm, or the mean: every gradient is {factors[0]:.6g} times as large, each of them"
+                return {(kind, said): max(found.values())}
+        return found
+
+    def somewhere(self) -> bool:
+        """Some rank has left the reference."""
+        return any(all_gather_objects(self.worst.first is not None))
+
+    def worst_of_ranks(self) -> Comparison:
+        everyone: list[Comparison] = all_gather_objects(self.worst)
+        firsts = [c.first for c in everyone if c.first is not None]
+        first = min(firsts, key=lambda d: (d.step, d.rank), default=None)
+        if first is not None and first.what == "the loss":
+            first.what += self.where
+        return Comparison(
+            loss=max(c.loss for c in everyone),
+            gradients=max(c.gradients for c in everyone),
+            weights=max(c.weights for c in everyone),
+            first=first,
+        )
 
 
 def weights_of(strategy: ParallelModel) -> dict[str, Held]:
@@ -171,30 +222,7 @@ def weights_of(strategy: ParallelModel) -> dict[str, Held]:
     return {**strategy.held(), **buffers}
 
 
-def differences(kind: str, mine: dict[str, Held], theirs: dict[str, Tensor]) -> dict[tuple[str, str], float]:
-    """{(kind, what): how far off}, of what this rank holds; what no rank holds is infinitely far off on all."""
-    found = {}
-    missing = _not_covered({name: held.region for name, held in mine.items()}, theirs)
-    for name in [*theirs, *(n for n in mine if n not in theirs)]:
-        what = f"{kind.removesuffix('s')} of {name}"
-        if name not in theirs or name in missing:
-            found[kind, what + missing.get(name, " (one process has none)")] = float("inf")
-        elif name in mine:
-            found |= {(kind, what + times): size for times, size in [_difference(kind, mine[name], theirs[name])]}
-    return found
-
-
-def _difference(kind: str, mine: Held, theirs: Tensor) -> tuple[str, float]:
-    """(what to say of it, how far this rank's region is off), relative to the tensor's norm where that exceeds 1."""
-    got, expected = mine.tensor.reshape(-1), mine.region.read(theirs)
-    largest = float((got - expected).abs().max()) if expected.numel() else 0.0
-    size = _finite(largest / max(1.0, float(theirs.norm())))
-    if kind == "gradients" and size > 1e-3:  # a sum for a mean shows as the number of ranks
-        return f" ({float(got.norm() / expected.norm()):.3g} times as large)", size
-    return "", size
-
-
-def _not_covered(mine: dict[str, Region], theirs: dict[str, Tensor]) -> dict[str, str]:
+def not_covered(mine: dict[str, Region], theirs: dict[str, Tensor]) -> dict[str, str]:
     """Names of which some elements are on no rank, or whose shape is another, and what to say of them."""
     everyone: list[dict[str, Region]] = all_gather_objects(mine)
     missing = {}
@@ -208,17 +236,6 @@ def _not_covered(mine: dict[str, Region], theirs: dict[str, Tensor]) -> dict[str
     return missing
 
 
-def _finite(size: float) -> float:
+def finite(size: float) -> float:
     """NaN compares with nothing; make it infinite."""
-    return size if size == size else float("inf")
-
-
-def _worst_of_ranks(mine: Comparison) -> Comparison:
-    everyone: list[Comparison] = all_gather_objects(mine)
-    firsts = [c.first for c in everyone if c.first is not None]
-    return Comparison(
-        loss=max(c.loss for c in everyone),
-        gradients=max(c.gradients for c in everyone),
-        weights=max(c.weights for c in everyone),
-        first=min(firsts, key=lambda d: (d.step, d.rank), default=None),
-    )
+    return size if size == size else inf

@@ -1,16 +1,23 @@
 """Strategies that are not equal to one process by nature, and the law that each is held to instead."""
 
 import copy
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.config import Parallel
+from lockstep.data import Share
 from lockstep.layout.world import World
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.compression import ErrorFeedback, Reducer, make_reducer
-from lockstep.verify.compare import TOLERANCE, relative
+from lockstep.strategies import STRATEGIES
+from lockstep.strategies.table import Table
+from lockstep.verify.compare import TOLERANCE, relative, spread
+from lockstep.verify.reference import Reference
+from lockstep.verify.scenarios import SMALL_CNN, Scenario
 
 FEEDBACK_STEPS = 6
 
@@ -56,7 +63,7 @@ def _rounding(world: World, parallel: Parallel, dtype: torch.dtype) -> str | Non
     got, mean = _reduced(bucket, _random_gradients(bucket, world, 0), make_reducer(parallel.compression, 0.0, 1))
     unit = 2.0**-8 if parallel.compression == "bf16" else 2.0**-11
     error = float((got - mean).norm() / mean.norm())
-    allowed = unit * world.size
+    allowed = unit * max(1.0, world.size / 4)  # each number is rounded by half a unit at most, and so is each sum
     return None if error <= allowed else f"relative error {error:.1e} exceeds {allowed:.1e}"
 
 
@@ -87,3 +94,51 @@ def _low_rank_is_exact(world: World, parallel: Parallel, dtype: torch.dtype, tol
     got, mean = _reduced(bucket, values, reducer)
     error = relative(got, mean)
     return None if error <= tolerance else f"a gradient of rank 1 came back wrong by {error:.1e}"
+
+
+# ---- ranks that train apart ----------------------------------------------------------------------------------------
+
+APART_STEPS, APART_EVERY = 6, 2
+
+
+def check_apart(world: World, parallel: Parallel, precision: str, table: Table = STRATEGIES) -> str | None:
+    """Three rounds of two steps, against as many workers in one process: plain averaging, or an outer optimizer with
+    Nesterov's momentum, written out.
+    """
+    scenario = Scenario("apart", SMALL_CNN, (4 * world.size,))
+    reference = Reference(world, scenario, 1, precision, "sgd")
+    strategy = spread(reference, replace(parallel, sync_every=APART_EVERY), table)
+    workers = [scenario.build(seed=0).to(world.device, reference.dtype) for _ in range(world.size)]
+    optimizers = [reference.make_optimizer(worker.parameters()) for worker in workers]
+    starts = [p.detach().clone() for p in workers[0].parameters()]
+    momenta = [torch.zeros_like(p) for p in starts]
+    for step in range(APART_STEPS):
+        batch = scenario.global_batch(step).to(world.device, reference.dtype)
+        strategy.step(batch.share(strategy.batch_share()))
+        for rank, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            mine = batch.share(Share(rank, world.size))
+            optimizer.zero_grad()
+            F.cross_entropy(worker(mine.inputs), mine.targets).backward()
+            optimizer.step()
+        if step % APART_EVERY == APART_EVERY - 1:
+            _average(workers, starts, momenta, parallel)
+    held = strategy.held()
+    for name, parameter in workers[0].named_parameters():
+        error = relative(held[name].tensor, parameter.detach())
+        if error > TOLERANCE[precision]:
+            return f"after {APART_STEPS} steps {name} is {error:.1e} away from {world.size} simulated workers"
+    return None
+
+
+@torch.no_grad()
+def _average(workers: list[nn.Module], starts: list[Tensor], momenta: list[Tensor], parallel: Parallel) -> None:
+    columns = zip(*(worker.parameters() for worker in workers), strict=True)
+    for start, momentum, copies in zip(starts, momenta, columns, strict=True):
+        mean = torch.stack([p.detach() for p in copies]).mean(0)
+        if parallel.outer_lr:
+            outer = start - mean
+            momentum.mul_(parallel.outer_momentum).add_(outer)
+            mean = start - parallel.outer_lr * (outer + parallel.outer_momentum * momentum)
+        start.copy_(mean)
+        for parameter in copies:
+            parameter.copy_(mean)

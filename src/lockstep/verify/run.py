@@ -1,15 +1,17 @@
-"""The proof: every strategy, in every scenario, against one process; then its traffic against theory."""
+"""The proof: every strategy, in every scenario, against one process; its traffic, order and memory against laws."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from lockstep.bar import Bar
-from lockstep.comm.ledger import Traffic
+from lockstep.comm.ledger import Ledger, Traffic
 from lockstep.config import Config, Model, Parallel
+from lockstep.data import Batch
 from lockstep.errors import UserError
 from lockstep.layout.world import World
-from lockstep.strategies import STRATEGIES, ParallelModel, degrees_of, strategy_named
+from lockstep.strategies import STRATEGIES, Engine, ParallelModel, degrees_of, strategy_named
 from lockstep.strategies.axes import model_degrees
 from lockstep.strategies.combining import check_cuts
 from lockstep.strategies.native_context import CHUNK
@@ -17,9 +19,23 @@ from lockstep.strategies.pipeline import placement_for
 from lockstep.strategies.table import Table, check_parallel
 from lockstep.strategies.theory import Theory, added
 from lockstep.strategies.traffic import traffic_by_axis
-from lockstep.verify.compare import TOLERANCE, Comparison, Reference, compare
-from lockstep.verify.laws import check_law
-from lockstep.verify.scenarios import Scenario, cut_scenarios, own_scenarios, saver_scenarios, scenarios_for
+from lockstep.verify.compare import TOLERANCE, Comparison, compare, spread, weights_of
+from lockstep.verify.dropout import check_dropout
+from lockstep.verify.laws import check_apart, check_law
+from lockstep.verify.loops import check_loop, first_of_ranks
+from lockstep.verify.pipelines import check_pipeline
+from lockstep.verify.reference import Reference
+from lockstep.verify.resume import check_resume, check_samples
+from lockstep.verify.scenarios import (
+    CUT_GPT,
+    TANGLED,
+    Scenario,
+    cut_scenarios,
+    own_scenarios,
+    saver_scenarios,
+    scenarios_for,
+)
+from lockstep.verify.structure import check_structure
 from lockstep.words import counted
 
 BUCKET_MB = 0.01
@@ -41,6 +57,8 @@ class Verdict:
     traffic_is_seen: bool = True
     """False where an engine sends out of our sight."""
     expected: Theory | None = None
+    checks: list[str] = field(default_factory=list)
+    """What it was held to besides equality and traffic."""
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -56,7 +74,7 @@ class Request:
     """What to verify, and how strictly."""
 
     strategies: list[str]
-    steps: int = 20
+    steps: int = 6
     model: Model | None = None
     precision: str = "fp64"
     savers: bool = False
@@ -69,6 +87,11 @@ class Request:
             raise UserError(f"--steps is {self.steps}, but it must be 1 or more")
         if self.precision not in TOLERANCE:
             raise UserError(f"--precision is {self.precision}, but equality is shown in {' or '.join(TOLERANCE)} only")
+
+    @property
+    def is_whole(self) -> bool:
+        """With models of our own, for which we know what a step should cost."""
+        return not self.savers and self.own is None and self.model is None
 
 
 def verify(world: World, request: Request, table: Table | None = None) -> list[Verdict]:
@@ -87,14 +110,15 @@ def verify(world: World, request: Request, table: Table | None = None) -> list[V
     return verdicts
 
 
-def scenarios_of(request: Request, parallel: Parallel) -> list[Scenario]:
+def scenarios_of(request: Request, parallel: Parallel, table: Table = STRATEGIES) -> list[Scenario]:
     """In which situations a strategy is verified."""
     if request.savers:
         return saver_scenarios(request.model)
     if request.own is not None:
         return own_scenarios(request.own)
     if all(degree == 1 for degree in model_degrees(parallel).values()):
-        return scenarios_for(request.model)
+        survives = request.model is None and table[parallel.data].takes_any_graph
+        return [*scenarios_for(request.model), *([TANGLED] if survives else [])]
     positions = 2 * parallel.cp * CHUNK if "cp" in parallel.native else 1
     found = cut_scenarios(request.model, placement_for(parallel).parts, positions)
     return [s for s in found if not (s.lora_rank and parallel.native)]  # PyTorch's own axes know no adapters
@@ -116,21 +140,26 @@ class Proofs:
     """The verdicts of one run; they share the references."""
 
     def __init__(self, world: World, request: Request, scenarios: list[Scenario] | None, table: Table) -> None:
-        """`scenarios`: instead of those that the request and a strategy call for."""
+        """`scenarios`: instead of those that the request and a strategy call for; nothing else is checked then."""
         self.world, self.request, self.scenarios, self.table = world, request, scenarios, table
         self._references: dict[tuple[str, str], Reference] = {}
+        self._samples_are_known = False
+        self._resumed: set[tuple[type[Engine], tuple[str, ...]]] = set()
 
     def of(self, name: str) -> Verdict:
         defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)
         parallel = strategy_named(name, defaults, self.table)
-        engine, scenarios = self.table[parallel.data], self.scenarios or scenarios_of(self.request, parallel)
+        engine = self.table[parallel.data]
+        scenarios = self.scenarios or scenarios_of(self.request, parallel, self.table)
         law = engine.facts(parallel).law
         equal: Parallel | None = parallel
         verdict = Verdict(name, self.world.size, law="" if law is None else law.says)
         if law is not None:
             equal = law.equal_form
-            if (broken := check_law(self.world, parallel, self.request.precision)) is not None:
-                verdict.failures.append(f"law broken: {broken}")
+            broken = check_law(self.world, parallel, self.request.precision)
+            if broken is None and law.trains_apart and not cut_axes(parallel):
+                broken = check_apart(self.world, parallel, self.request.precision, self.table)
+            verdict.failures += [f"law broken: {said}" for said in first_of_ranks([broken] if broken else [])]
         precision = engine.verified_in or self.request.precision
         if precision != self.request.precision:
             verdict.law = f"equality, {precision}"
@@ -146,7 +175,70 @@ class Proofs:
                 verdict.failures.append(f"{scenario.name}: {comparison.first}")
             if index == 0:
                 self._check_traffic(verdict, strategy, scenario)
+                verdict.failures += self._check_not_finite(strategy, scenario)
+        if self.request.is_whole and self.scenarios is None and not verdict.failures:
+            for check, broken_laws in self._checks(parallel, precision):
+                verdict.checks.append(check)
+                verdict.failures += first_of_ranks(broken_laws)
         return verdict
+
+    # ---- besides equality ----------------------------------------------------------------------------------------
+
+    def _checks(self, parallel: Parallel, precision: str) -> Iterator[tuple[str, list[str]]]:
+        """(what is checked, laws that this rank has found broken). Every rank goes through them together."""
+        engine = self.table[parallel.data]
+        facts, cut = engine.facts(parallel), cut_axes(parallel)
+        exact = facts.law is None
+        layers = max(4, placement_for(parallel).parts - 2)
+        structured = Scenario("structure", replace(CUT_GPT, layers=layers), (8,))
+        if exact and not parallel.native and precision == "fp64":
+            reference = self._reference(structured, parallel)
+            strategy = spread(reference, parallel, self.table)
+            batches = [structured.global_batch(step).share(strategy.batch_share()) for step in range(3)]
+            check = check_pipeline if parallel.pp > 1 else check_structure
+            yield "order and memory", check(strategy, batches)
+            if not self._samples_are_known:
+                self._samples_are_known = True
+                yield "samples", check_samples(strategy)
+        if engine.takes_any_graph and exact and not cut:
+            reference = self._reference(replace(TANGLED, clip_norm=None), parallel)
+            yield "plain loop", check_loop(spread(reference, parallel, self.table), reference)
+        drops = parallel.tp > 1 or facts.divides[0] or parallel.pp > 1
+        if exact and drops and not parallel.native and precision == "fp64":
+            model = replace(CUT_GPT, layers=layers, dropout=0.3)
+            reference = self._reference(Scenario("dropout", model, (8,)), parallel)
+            yield "dropout", check_dropout(reference, parallel, self.table)
+        if exact and facts.divides[0] and not cut and self.world.device.type == "cpu":
+            yield "bf16", self._check_bf16(structured, parallel)
+        kind = (engine, tuple(axis for axis, degree in model_degrees(parallel).items() if degree > 1))
+        if self.world.size == 2 and not parallel.native and self.table is STRATEGIES and kind not in self._resumed:
+            self._resumed.add(kind)  # what is saved depends on the engine and the axes, not on when it sends
+            yield "resume", check_resume(self.world, parallel, precision)
+
+    def _check_not_finite(self, strategy: ParallelModel, scenario: Scenario) -> list[str]:
+        """A sample of the last rank is not a number: no rank may take the step."""
+        batch = scenario.global_batch(0)
+        if not batch.inputs.is_floating_point() or not strategy.engine.skips_not_finite:
+            return []
+        batch.inputs[-1] = float("nan")
+        before = {name: held.tensor.clone() for name, held in weights_of(strategy).items()}
+        result = strategy.step(batch.share(strategy.batch_share()))
+        after = weights_of(strategy)
+        moved = [name for name, tensor in before.items() if not torch.equal(after[name].tensor, tensor)]
+        broken = [f"not finite: the step was taken, and {moved[0]} has moved"] if moved else []
+        return first_of_ranks(broken or ([] if result.skipped else ["not finite: the step does not say so"]))
+
+    def _check_bf16(self, scenario: Scenario, parallel: Parallel) -> list[str]:
+        """Gathered in bf16, reduced in fp32: counted in bytes."""
+        reference = Reference(self.world, scenario, 1, "bf16", "adamw")
+        strategy = spread(reference, parallel, self.table)
+        batch = scenario.global_batch(0).share(strategy.batch_share())
+        for _ in range(2):
+            strategy.step(batch)
+        if not strategy.engine.traffic_is_seen:
+            return []
+        broken, _ = self._traffic(strategy, scenario, batch, torch.bfloat16)
+        return [f"in bf16, {said}" for said in broken]
 
     def _reference(self, scenario: Scenario, parallel: Parallel) -> Reference:
         """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where
@@ -163,22 +255,53 @@ class Proofs:
             self._references[key] = Reference(self.world, scenario, self.request.steps, precision, optimizer)
         return self._references[key]
 
+    # ---- traffic -------------------------------------------------------------------------------------------------
+
     def _check_traffic(self, verdict: Verdict, strategy: ParallelModel, scenario: Scenario) -> None:
         """Of the last step: what the engine sends along the data axes, and what the axes of the model send."""
+        verdict.counted, verdict.traffic_is_seen = strategy.ledger.traffic(), strategy.engine.traffic_is_seen
+        if any(True for _ in strategy.model.buffers()):
+            return  # they travel too
+        batch = scenario.global_batch(0).share(strategy.batch_share())
+        broken, verdict.expected = self._traffic(strategy, scenario, batch)
+        verdict.failures += broken
+
+    def _traffic(
+        self, strategy: ParallelModel, scenario: Scenario, batch: Batch, compute: torch.dtype | None = None
+    ) -> tuple[list[str], Theory | None]:
         layout, parallel, options = strategy.layout, strategy.parallel, strategy.options
         with torch.device("meta"):
             model = scenario.build(seed=0).to(options.dtype)
-        batch = scenario.global_batch(0).share(strategy.batch_share())
-        expected = traffic_by_axis(model, layout, parallel, options.loss, batch, options.accumulation, self.table)
-        verdict.counted, verdict.traffic_is_seen = strategy.ledger.traffic(), strategy.engine.traffic_is_seen
-        if any(True for _ in model.buffers()):
-            return  # they travel too
-        verdict.expected = added(expected.values())
-        counted_ = {axis: strategy.ledger.traffic(axis) for axis in expected}
-        for axis, theory in expected.items():
-            if theory is not None and not theory.matches(counted_[axis]):
-                verdict.failures.append(
-                    f"traffic{'' if axis == 'data' else f' of {axis}'}: {counted_[axis].collectives} collectives and "
-                    f"{counted_[axis].wire_bytes:,.0f} bytes per step counted, {theory.collectives} and "
-                    f"{theory.wire_bytes:,.0f} by theory"
+        laws = traffic_by_axis(model, layout, parallel, options.loss, batch, options.accumulation, self.table, compute)
+        broken = []
+        for axis, theory in laws.items():
+            sent = strategy.ledger.traffic(axis)
+            if theory is not None and not theory.matches(sent):
+                broken.append(
+                    f"traffic{'' if axis == 'data' else f' of {axis}'}: {sent.collectives} collectives and "
+                    f"{sent.wire_bytes:,.0f} bytes per step counted, {theory.collectives} and "
+                    f"{theory.wire_bytes:,.0f} by theory{missing_calls(strategy.ledger, axis)}"
                 )
+        return broken, added(laws.values())
+
+
+def cut_axes(parallel: Parallel) -> bool:
+    """Whether the model itself is cut."""
+    return any(degree > 1 for degree in model_degrees(parallel).values())
+
+
+def missing_calls(ledger: Ledger, axis: str) -> str:
+    """Of buckets or blocks: those that lack an operation which others have; else what was called."""
+    entries = [e for e in ledger.of("gradients", "parameters", "activations") if e.cut == axis]
+    calls: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        calls.setdefault((entry.operation, entry.purpose), []).append(entry.subject)
+    subjects = list(dict.fromkeys(e.subject for e in entries if e.subject))
+    lacking = [
+        f"no {operation} of {purpose} for {subject}"
+        for (operation, purpose), theirs in calls.items()
+        for subject in subjects
+        if any(theirs) and subject not in theirs
+    ]
+    counts = [f"{len(theirs)} {operation} of {purpose}" for (operation, purpose), theirs in calls.items()]
+    return f" ({'; '.join(lacking[:3]) or ', '.join(counts) or 'nothing was called'})"

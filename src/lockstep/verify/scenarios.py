@@ -13,6 +13,7 @@ from lockstep.models.deferred import seeded
 from lockstep.models.hf import vocabulary_of
 from lockstep.models.lora import add_lora
 from lockstep.parallel.recompute import Recompute
+from lockstep.verify.tangle import Tangle, mark_rows
 
 SMALL_CNN = CNN(channels=(6,), hidden=16)
 SMALL_GPT = GPT(d_model=16, layers=1, heads=2, context=12, vocabulary=31)
@@ -34,8 +35,17 @@ class Scenario:
     """Mask a different number of targets in each sample, so that ranks count different tokens."""
     recompute: Recompute = "none"
     lora_rank: int = 0
+    unobserved: bool = False
+    """Weights are read at every third step only, and communication comes late: a missing wait shows."""
+    tangled: bool = False
+    """The model has every trap that a wrapper must survive (`tangle.py`)."""
     config: Config | None = None
     """Of the user's own: its data and its loss."""
+
+    @property
+    def local_buffers(self) -> tuple[str, ...]:
+        """Buffers that depend on what a rank has seen, so that no other number of ranks has the same."""
+        return ("seen",) if self.tangled else ()
 
     @property
     def spec(self) -> DataSpec:
@@ -56,6 +66,9 @@ class Scenario:
 
     def build(self, seed: int) -> nn.Module:
         """The model, with its adapters."""
+        if self.tangled:
+            with seeded(seed):
+                return Tangle()
         model = build_model(self.model, self.spec, seed)
         if self.lora_rank:
             with seeded(seed):
@@ -63,13 +76,23 @@ class Scenario:
         return model
 
     def train(self, optimizer: str) -> Train:
+        """How it is trained."""
         lr = 0.05 if optimizer == "sgd" else 1e-3
         return Train(optimizer=optimizer, lr=lr, weight_decay=0.01)
 
     def global_batch(self, step: int) -> Batch:
         """The whole global batch of a step: the same on every rank, another one at every step."""
-        generator = torch.Generator().manual_seed(7919 * step + 13)
-        size = self.batch_sizes[step % len(self.batch_sizes)]
+        batch = self._batch(self.batch_sizes[step % len(self.batch_sizes)], 7919 * step + 13)
+        if self.tangled:
+            mark_rows(batch.inputs, step)
+        return batch
+
+    def test_batch(self) -> Batch:
+        """Seven samples, padded where there is padding: no number of ranks divides them."""
+        return self._batch(7, 5)
+
+    def _batch(self, size: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
         if self.config is not None:
             split = own_data(self.config).train
             return split.batch(torch.randint(len(split), (size,), generator=generator))
@@ -147,7 +170,7 @@ def cut_scenarios(model: Model | None, parts: int = 1, positions: int = 1) -> li
     llama = replace(tied, kv_heads=2, tied=False, norm="rmsnorm", position="rope", activation="swiglu")
     return [
         Scenario("even", tied, (8,)),
-        Scenario("uneven", llama, (13, 6, 1), clip_norm=0.1),
+        Scenario("uneven", llama, (13, 6, 1), clip_norm=0.1, unobserved=True),
         Scenario("accumulated", tied, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
         Scenario("recomputed", llama, (8,), accumulation=2, recompute="full"),
         Scenario("LoRA", tied, (6,), accumulation=2, clip_norm=0.1, lora_rank=2),
@@ -166,6 +189,10 @@ def scenarios_for(model: Model | None) -> list[Scenario]:
     images, tokens = model or SMALL_CNN, model or SMALL_GPT
     return [
         Scenario("even", images, (16,)),
-        Scenario("uneven", images, (13, 6, 1)),
+        Scenario("uneven", images, (13, 6, 1), clip_norm=0.1, unobserved=True),
         Scenario("accumulated", tokens, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
     ]
+
+
+TANGLED = Scenario("tangled", SMALL_CNN, (12, 5), clip_norm=0.1, tangled=True)
+"""For engines that survive it: a parameter that some rank does not use, a late gradient, buffers, ..."""

@@ -1,0 +1,125 @@
+"""Does a pipeline do what its schedule's name promises? The order that is really executed, its bubble, what it holds.
+
+The laws stand here by themselves, not derived from `parallel/schedule.py`: p ranks, m micro-batches, v chunks of a
+rank. A forward takes 1, a backward 2 (half of it for the weights).
+
+    name           idle of a rank    micro-batches held by rank r
+    naive          3m(p-1)           1
+    gpipe          3(p-1)            m
+    1f1b           3(p-1)            p - r
+    interleaved    3(p-1)/v          (2(p - r - 1) + (v - 1)p + 1) / v
+    zb-h1          p - 1             p
+    zb-v           p - 1             p
+"""
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import all_gather_objects
+from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.schedule import Instruction
+from lockstep.parallel.schedule_clock import Costs, most_held, timetable
+from lockstep.strategies import ParallelModel
+from lockstep.strategies.pipeline import PipelineWorker
+from lockstep.verify.structure import Products
+
+MESSAGES_IN_FLIGHT = 2
+"""Sent activations that a rank may hold: the one that is being sent, and the one before it."""
+
+
+def law_of(schedule: str, p: int, m: int, v: int, rank: int) -> tuple[float, float]:
+    """(idle of a rank, micro-batches that it holds)."""
+    return {
+        "naive": (3.0 * m * (p - 1), 1.0),
+        "gpipe": (3.0 * (p - 1), float(m)),
+        "1f1b": (3.0 * (p - 1), float(min(m, p - rank))),
+        "interleaved": (3.0 * (p - 1) / v, (2 * (p - rank - 1) + (v - 1) * p + 1) / v),
+        "zb-h1": (1.0 * (p - 1), float(p)),
+        "zb-v": (1.0 * (p - 1), float(p)),
+    }[schedule]
+
+
+class Executed:
+    """Inside, what a worker carries out is written down, and which activations are alive after each instruction."""
+
+    def __init__(self, worker: PipelineWorker) -> None:
+        self.passes, self.instructions = worker.passes, list[Instruction]()
+        self.sent_alive = self.kept_by_weights = self.products_of_weights = 0
+        self.products = Products()
+        blocks = blocks_of(worker.stage)
+        self._last: list[weakref.ref[Tensor]] = []
+        """Outputs of this rank's last block, which are sent."""
+        self._inner: dict[tuple[int, int], list[weakref.ref[Tensor]]] = {}
+        """What only an activation function needs: the widening layers' outputs, by (micro-batch, chunk)."""
+        self._current = (0, 0)
+        ups = [part for _, block in blocks for name, part in block.named_modules() if name.endswith("up")]
+        self._hooks = [part.register_forward_hook(self._note_inner) for part in ups]
+        if blocks and worker.group.rank < worker.group.size - 1 and worker.placement.chunks == 1:
+            self._hooks.append(blocks[-1][1].register_forward_hook(self._note_last))
+
+    def _note_last(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        self._last.append(weakref.ref(output))
+
+    def _note_inner(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._inner.setdefault(self._current, []).append(weakref.ref(output))
+
+    def __enter__(self) -> "Executed":
+        plain = self.passes.carry_out
+
+        def noting(instruction: Instruction) -> None:
+            self._current = (instruction.micro_batch, instruction.chunk)
+            before = len(self.products.times)
+            plain(instruction)
+            self.instructions.append(instruction)
+            if instruction.kind == "send_activation":
+                self.sent_alive = max(self.sent_alive, sum(ref() is not None for ref in self._last))
+            if instruction.kind == "backward_input":
+                self.kept_by_weights += sum(ref() is not None for ref in self._inner.pop(self._current, []))
+            if instruction.kind == "backward_weight":
+                self.products_of_weights += len(self.products.times) - before
+
+        self.passes.carry_out = noting  # type: ignore[method-assign]
+        self.products.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.products.__exit__(*error)
+        del self.passes.carry_out  # the class's own again
+        for hook in self._hooks:
+            hook.remove()
+
+
+def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
+    """Take steps; returns the laws that the last one has broken, on this rank. Every rank must ask together."""
+    worker, parallel = strategy.worker, strategy.parallel
+    if not isinstance(worker, PipelineWorker):
+        return []
+    *before, last = batches
+    for batch in before:
+        strategy.step(batch)
+    with Executed(worker) as executed:
+        strategy.step(last)
+    group, placement = worker.group, worker.placement
+    everyone: list[list[Instruction]] = all_gather_objects(executed.instructions, group)
+    p, m = group.size, worker.micro_batches
+    idle, most = law_of(parallel.schedule, p, m, placement.chunks, group.rank)
+    table = timetable(everyone, placement, Costs(1.0, 1.0, 1.0))
+    broken = []
+    if table.idle(group.rank) > idle + 1e-9:
+        broken.append(
+            f"schedule: this stage stands idle for {table.idle(group.rank):g}, and {parallel.schedule} for {idle:g}"
+        )
+    if (held := most_held(executed.instructions, placement)) > most + 1e-9:
+        broken.append(f"schedule: {held:g} micro-batches are held at once, and {parallel.schedule} holds {most:g}")
+    if executed.sent_alive > MESSAGES_IN_FLIGHT:
+        broken.append(f"memory: {executed.sent_alive} activations are alive that have been sent")
+    if executed.kept_by_weights:
+        broken.append(
+            f"memory: {executed.kept_by_weights} activations are kept for the weights' pass that it does not need"
+        )
+    splits = parallel.schedule.startswith("zb-") and strategy.layout.degrees.tp == 1
+    if splits and blocks_of(worker.stage) and not executed.products_of_weights:
+        broken.append("schedule: the weights' pass computes nothing")
+    return broken

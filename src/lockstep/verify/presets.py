@@ -1,0 +1,70 @@
+"""Which strategies are verified at how many ranks: a covering set by default, more of one kind on request."""
+
+from collections.abc import Callable
+
+from lockstep.errors import UserError
+from lockstep.strategies import STRATEGIES, available_strategies, strategy_named
+
+Matrix = dict[int, list[str]]
+"""Ranks -> names of strategies."""
+
+AXES_AT_2 = (
+    *("single,tp=2", "single,tp=2:sequence", "bucketed,cp=2", "bucketed,cp=2:ulysses"),
+    *(f"single,pp=2:{name}" for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+)
+"""Each axis by itself, in each of its forms."""
+AT_4 = (
+    *("bucketed", "bucketed+ring", "zero1", "zero2", "zero3", "fsdp+HYBRID_SHARD", "local_sgd+diloco"),
+    *("single,tp=4", "bucketed,cp=4", "single,pp=4:zb-h1"),
+    *("zero3,tp=2:sequence", "zero3,cp=2", "zero2,pp=2:1f1b", "fsdp,pp=2:1f1b", "bucketed,tp=2"),
+)
+"""What is invisible at two ranks: a third hop, a third rank's norm, shared heads; and an axis beside another."""
+AT_8 = ("zero1,pp=2:1f1b,tp=2",)
+"""Three axes at once."""
+
+HYBRIDS: Matrix = {
+    2: [
+        *AXES_AT_2,
+        *("single,tp=2:native", "single,tp=2:sequence:native"),
+        *(f"single,pp=2:{name}:native" for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+    ],
+    4: [
+        *("single,tp=4", "single,pp=4:zb-h1", "bucketed,cp=4", "zero3,tp=2", "zero3,tp=2:sequence", "fsdp,tp=2"),
+        *("fsdp,tp=2:native", "fsdp,tp=2:sequence:native"),
+        *("ddp,pp=2:1f1b", "ddp,pp=2:interleaved", "zero2,pp=2:1f1b", "fsdp,pp=2:1f1b", "zero1_torch,pp=2:gpipe"),
+        *("zero3,cp=2", "zero3,cp=2:ulysses", "fsdp,cp=2", "local_sgd,tp=2", "bucketed+topk,tp=2", "naive,pp=2:zb-v"),
+    ],
+    8: [
+        *("zero1,pp=2:1f1b,tp=2", "fsdp+HYBRID_SHARD,tp=2", "fsdp+HYBRID_SHARD,tp=2:native", "fsdp,cp=2,tp=2"),
+        *("zero3,cp=2,tp=2:sequence", "ddp,pp=2:zb-h1,cp=2", "bucketed,pp=4:interleaved", "single,pp=2:zb-v,tp=4"),
+    ],
+}
+
+
+def data() -> list[str]:
+    """Every data strategy that can run here."""
+    return [name for name in available_strategies() if name != "single"]
+
+
+def _foreign_last(names: list[str]) -> list[str]:
+    """Engines of other packages last: DeepSpeed leaves torch's linear layers replaced by its own."""
+    return sorted(names, key=lambda name: STRATEGIES[strategy_named(name).data].package is not None)
+
+
+PRESETS: dict[str, tuple[str, Callable[[], Matrix]]] = {
+    "standard": (
+        "every data strategy and every axis at 2 ranks, pairs of axes at 4, three axes at 8",
+        lambda: {2: _foreign_last([*data(), *AXES_AT_2]), 4: list(AT_4), 8: list(AT_8)},
+    ),
+    "data": ("every data strategy at 2 and at 4 ranks", lambda: {2: data(), 4: data()}),
+    "hybrids": (
+        "every axis, by hand and PyTorch's own, with every kind of engine, at 2, 4 and 8 ranks",
+        lambda: HYBRIDS,
+    ),
+}
+
+
+def preset(name: str) -> Matrix:
+    if name not in PRESETS:
+        raise UserError(f"--preset is {name!r}, but it must be one of {', '.join(PRESETS)}")
+    return PRESETS[name][1]()

@@ -1,0 +1,113 @@
+"""One process on the whole global batches of a scenario: what every strategy is held against.
+
+Plain PyTorch, with nothing of `strategies` in it: the mean loss, one backward, one clip, one optimizer step. A fault in
+the worker cannot hide on both sides.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.config.own import imported
+from lockstep.data import IGNORED, Batch
+from lockstep.layout import World
+from lockstep.training.optimizer import optimizer_factory
+from lockstep.verify.activations import Activations
+from lockstep.verify.scenarios import Scenario
+
+
+@dataclass
+class Moment:
+    """Where training stands after one step."""
+
+    loss: float
+    correct: float | None
+    """Predictions that are right; None where nobody knows what right is (regression, a user's loss)."""
+    norm: float
+    """Of the gradients, before they are clipped."""
+    gradients: dict[str, Tensor]
+    """After clipping, as the optimizer gets them."""
+    weights: dict[str, Tensor]
+    """And buffers."""
+    evaluation: tuple[float, float | None]
+    """Mean loss and accuracy over the scenario's test samples."""
+    activations: dict[str, Tensor] = field(default_factory=dict)
+    """Of this step's forward, by module."""
+
+
+class Reference:
+    """Computed once and held against every strategy. A model too large to remember at every step is trained anew beside
+    each strategy.
+    """
+
+    MEMORY = 256 * 1024 * 1024
+
+    def __init__(self, world: World, scenario: Scenario, steps: int, precision: str, optimizer: str) -> None:
+        self.world, self.scenario, self.precision = world, scenario, precision
+        self.dtype = torch.float64 if precision == "fp64" else torch.float32
+        self.make_optimizer = optimizer_factory(scenario.train(optimizer))
+        self.lr = scenario.train(optimizer).lr
+        self._restart()
+        model_bytes = sum(p.nbytes for p in self._model.parameters())
+        self._remembers = 2 * steps * model_bytes <= self.MEMORY
+        self._moments: list[Moment] = []
+        self.initial = self._weights()
+
+    def _restart(self) -> None:
+        self._model = self.scenario.build(seed=0).to(self.world.device, self.dtype)
+        self._optimizer = self.make_optimizer(p for p in self._model.parameters() if p.requires_grad)
+
+    def learning_rate(self, step: int) -> float:
+        """Another one at each step: a rate that does not reach the optimizer shows."""
+        return self.lr * (1.0 - 0.5 * (step % 5) / 5)
+
+    def after(self, step: int) -> Moment:
+        """The reference after `step`; steps must be asked for in order, from 0 again for each strategy."""
+        if step < len(self._moments):
+            return self._moments[step]
+        if step == 0 and not self._remembers:
+            self._restart()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        moment = self._take(self.scenario.global_batch(step).to(self.world.device, self.dtype))
+        if self._remembers:
+            self._moments.append(moment)
+        return moment
+
+    def _take(self, batch: Batch) -> Moment:
+        self._optimizer.zero_grad()
+        with Activations(self._model) as activations:
+            outputs = self._model(batch.inputs)
+        loss, correct = self._measure(outputs, batch.targets)
+        loss.backward()
+        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        limit = self.scenario.clip_norm
+        norm = nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+        gradients = {n: p.grad.clone() for n, p in self._model.named_parameters() if p.grad is not None}
+        self._optimizer.step()
+        return Moment(
+            loss.item(), correct, norm.item(), gradients, self._weights(), self._evaluate(), activations.whole()
+        )
+
+    def _measure(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, float | None]:
+        own_loss = self.scenario.own_loss
+        if own_loss is not None:
+            return imported(own_loss, "train.loss")(outputs, targets), None
+        if self.scenario.spec.kind == "regression":
+            return F.mse_loss(outputs, targets), None
+        loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+        return loss, float((outputs.argmax(-1) == targets).sum())
+
+    @torch.no_grad()
+    def _evaluate(self) -> tuple[float, float | None]:
+        batch = self.scenario.test_batch().to(self.world.device, self.dtype)
+        self._model.eval()
+        loss, correct = self._measure(self._model(batch.inputs), batch.targets)
+        self._model.train()
+        return loss.item(), None if correct is None else correct / int(batch.target_count())
+
+    def _weights(self) -> dict[str, Tensor]:
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {name: tensor.detach().clone() for name, tensor in named if name not in self.scenario.local_buffers}
