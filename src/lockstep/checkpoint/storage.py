@@ -65,8 +65,8 @@ class RestrictedUnpickler(pickle._Unpickler):
 
 
 AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-"""Names are flat already. Else torch's planners work on a copy: what is no tensor (random states, an engine's own state)
-would be read into that copy and lost, and whole numbers that are keys would be written as text.
+"""Names are flat already. Else torch's planners work on a copy: what is no tensor (random states, an engine's own
+state) would be read into that copy and lost, and whole numbers that are keys would be written as text.
 """
 
 

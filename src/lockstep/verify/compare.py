@@ -5,18 +5,19 @@ together must cover every parameter. To look at weights is to wait for them, whi
 to: so in some scenarios weights are read at every third step only, and communication comes late.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isclose, isfinite
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.lane import late
 from lockstep.config import Parallel
 from lockstep.data import Samples
-from lockstep.layout import Held, Region
+from lockstep.layout import Group, Held, Region
 from lockstep.layout.region import uncovered
 from lockstep.models import is_others
 from lockstep.models.deferred import Deferred
@@ -94,7 +95,8 @@ def compare(
 ) -> tuple[Comparison, ParallelModel]:
     """Run a strategy beside the reference. Returns the worst differences and the strategy, as it is after the last."""
     scenario, strategy = reference.scenario, spread(reference, parallel, table)
-    found = Findings(strategy, TOLERANCE[reference.precision], FLOOR[reference.precision], scenario)
+    entry = Entry(strategy, scenario.local_buffers)
+    found = Findings(strategy, TOLERANCE[reference.precision], FLOOR[reference.precision], scenario, entry)
     found.note(0, found.of("weights", weights_of(strategy), reference.initial))
     share = strategy.batch_share()
     unread: list[tuple[int, StepResult, Moment]] = []
@@ -102,7 +104,7 @@ def compare(
         expected, batch = reference.after(step), scenario.global_batch(step)
         strategy.set_learning_rate(reference.learning_rate(step))
         delays = late(1000 * step + strategy.world.rank) if scenario.unobserved else nullcontext()
-        with Activations(strategy.model) as activations, delays:
+        with Activations(strategy.model) as activations, delays, found.buffers.watching():
             unread.append((step + 1, strategy.step(batch.share(share)), expected))
         observed = not scenario.unobserved or step % 3 == 2 or step == steps - 1
         if not observed:
@@ -112,6 +114,10 @@ def compare(
         if any(all_gather_objects(found.loss_differs)):
             found.where = first_that_differs(strategy, activations.outputs, expected.activations, found.tolerance)
         unread = []
+        found.note(step + 1, found.buffers.differences(strategy.layout.batch))
+        found.note(
+            step + 1, {("weights", f"the mode of {name} (not that of training)"): inf for name in idle(strategy)}
+        )
         found.note(step + 1, found.of("gradients", strategy.gradients(), expected.gradients))
         found.note(step + 1, found.of("weights", weights_of(strategy), expected.weights))
         if step in (EVALUATE_AFTER, steps - 1) or scenario.unobserved:
@@ -129,6 +135,7 @@ class Findings:
     tolerance: float
     floor: float
     scenario: Scenario
+    buffers: "Entry"
     worst: Comparison = field(default_factory=Comparison)
     loss_differs: bool = False
     where: str = ""
@@ -160,8 +167,12 @@ class Findings:
     def evaluation(self, step: int, expected: Moment) -> None:
         """Over samples that no number of ranks divides, in batches that leave ranks without any."""
         batch = self.scenario.test_batch().to(self.strategy.world.device, self.strategy.options.dtype)
-        found = evaluate(self.strategy, Samples(batch.inputs, batch.targets), batch_size=4)
+        with self.buffers.watching():
+            found = evaluate(self.strategy, Samples(batch.inputs, batch.targets), batch_size=4)
         assert found is not None, "nobody has asked to stop"
+        self.note(step, self.buffers.differences(self.strategy.layout.batch))
+        if self.buffers.trained:
+            self.note(step, {("loss", "the mode of evaluation (that of training)"): inf})
         (loss, accuracy), (wanted, right) = found, expected.evaluation
         self.note(step, {("loss", "the evaluated loss"): finite(abs(loss - wanted) / max(1.0, abs(wanted)))})
         if right is not None:
@@ -214,6 +225,46 @@ class Findings:
             weights=max(c.weights for c in everyone),
             first=first,
         )
+
+
+class Entry:
+    """What a model enters its forward passes with: buffers that each rank changes, and the mode that it is in."""
+
+    def __init__(self, strategy: ParallelModel, names: tuple[str, ...]) -> None:
+        self.model, self.names = strategy.model, names
+        self.values: list[dict[str, list[float]]] = []
+        self.trained = False
+        """The last forward was one of training."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self.trained = False
+        hook = self.model.register_forward_pre_hook(self._enter)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        self.trained = module.training
+        buffers = dict(module.named_buffers()) if self.names else {}
+        self.values.append({name: buffers[name].flatten().tolist() for name in self.names})
+
+    def differences(self, group: Group) -> dict[tuple[str, str], float]:
+        """Of the ranks that hold copies: they must begin every forward with the same. Every rank must ask together."""
+        values, self.values = self.values, []
+        if not self.names:
+            return {}
+        everyone = all_gather_objects(values, group)
+        differ = [
+            name for name in self.names if any([v[name] for v in t] != [v[name] for v in values] for t in everyone)
+        ]
+        return {("weights", f"buffer {name}, with which ranks begin a forward,"): inf for name in differ}
+
+
+def idle(strategy: ParallelModel) -> list[str]:
+    """Modules that are not in training mode, though training goes on."""
+    return [name for name, module in strategy.model.named_modules() if not module.training][:1]
 
 
 def weights_of(strategy: ParallelModel) -> dict[str, Held]:

@@ -46,7 +46,7 @@ class Executed:
 
     def __init__(self, worker: PipelineWorker) -> None:
         self.passes, self.instructions = worker.passes, list[Instruction]()
-        self.sent_alive = self.kept_by_weights = self.products_of_weights = 0
+        self.sent_alive = self.kept_by_weights = self.products_of_weights = self.alive_after_forward = 0
         self.products = Products()
         blocks = blocks_of(worker.stage)
         self._last: list[weakref.ref[Tensor]] = []
@@ -73,6 +73,8 @@ class Executed:
             before = len(self.products.times)
             plain(instruction)
             self.instructions.append(instruction)
+            if instruction.kind == "forward":
+                self.alive_after_forward += sum(ref() is not None for ref in self._inner.get(self._current, []))
             if instruction.kind == "send_activation":
                 self.sent_alive = max(self.sent_alive, sum(ref() is not None for ref in self._last))
             if instruction.kind == "backward_input":
@@ -119,6 +121,9 @@ def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
         broken.append(
             f"memory: {executed.kept_by_weights} activations are kept for the weights' pass that it does not need"
         )
+    if strategy.options.recompute == "full" and executed.alive_after_forward:
+        alive = executed.alive_after_forward
+        broken.append(f"recompute: {alive} tensors inside blocks are alive after their forward")
     splits = parallel.schedule.startswith("zb-") and strategy.layout.degrees.tp == 1
     if splits and blocks_of(worker.stage) and not executed.products_of_weights:
         broken.append("schedule: the weights' pass computes nothing")

@@ -59,7 +59,7 @@ def _config(parallel: Parallel, precision: str) -> Config:
             evaluate_every=1,
         ),
         parallel=parallel,
-        checkpoint=Checkpoint(every=SAVED_AT, keep_last=0, asynchronous=False),
+        checkpoint=Checkpoint(every=SAVED_AT, keep_last=0),
         metrics=Metrics(tensorboard=False),
     )
 

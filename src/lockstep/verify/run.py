@@ -11,6 +11,7 @@ from lockstep.config import Config, Model, Parallel
 from lockstep.data import Batch
 from lockstep.errors import UserError
 from lockstep.layout.world import World
+from lockstep.parallel.recompute import Recompute
 from lockstep.strategies import STRATEGIES, Engine, ParallelModel, degrees_of, strategy_named
 from lockstep.strategies.axes import model_degrees
 from lockstep.strategies.combining import check_cuts
@@ -40,6 +41,10 @@ from lockstep.words import counted
 
 BUCKET_MB = 0.01
 """Small enough that even the verifier's models fill several buckets."""
+
+
+PLAIN = ("gpipe", "1f1b")
+"""Schedules that recompute where their model is asked what it costs; the others split their backward."""
 
 
 @dataclass
@@ -144,7 +149,7 @@ class Proofs:
         self.world, self.request, self.scenarios, self.table = world, request, scenarios, table
         self._references: dict[tuple[str, str], Reference] = {}
         self._samples_are_known = False
-        self._resumed: set[tuple[type[Engine], tuple[str, ...]]] = set()
+        self._resumed: set[tuple[type[Engine], tuple[str, ...], bool]] = set()
 
     def of(self, name: str) -> Verdict:
         defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)
@@ -190,7 +195,8 @@ class Proofs:
         facts, cut = engine.facts(parallel), cut_axes(parallel)
         exact = facts.law is None
         layers = max(4, placement_for(parallel).parts - 2)
-        structured = Scenario("structure", replace(CUT_GPT, layers=layers), (8,))
+        recompute: Recompute = "full" if parallel.cp > 1 or (parallel.pp > 1 and parallel.schedule in PLAIN) else "none"
+        structured = Scenario("structure", replace(CUT_GPT, layers=layers), (8,), recompute=recompute)
         if exact and not parallel.native and precision == "fp64":
             reference = self._reference(structured, parallel)
             strategy = spread(reference, parallel, self.table)
@@ -210,10 +216,11 @@ class Proofs:
             yield "dropout", check_dropout(reference, parallel, self.table)
         if exact and facts.divides[0] and not cut and self.world.device.type == "cpu":
             yield "bf16", self._check_bf16(structured, parallel)
-        kind = (engine, tuple(axis for axis, degree in model_degrees(parallel).items() if degree > 1))
+        axes = tuple(axis for axis, degree in model_degrees(parallel).items() if degree > 1)
+        kind = (engine, axes, parallel.outer_lr > 0)
         if self.world.size == 2 and not parallel.native and self.table is STRATEGIES and kind not in self._resumed:
             self._resumed.add(kind)  # what is saved depends on the engine and the axes, not on when it sends
-            yield "resume", check_resume(self.world, parallel, precision)
+            yield "resume", check_resume(self.world, replace(parallel, sync_every=2), precision)
 
     def _check_not_finite(self, strategy: ParallelModel, scenario: Scenario) -> list[str]:
         """A sample of the last rank is not a number: no rank may take the step."""
