@@ -260,15 +260,15 @@ def verdicts() -> dict[str, Verdict]:
     [
         ("not averaged", "even: step 1, gradient of head.bias"),
         ("not broadcast", "even: before the first step, weight of convolutions.0.bias differs by"),
-        ("sum for mean", "gradient of convolutions.0.weight (2 times as large) differs by"),
+        ("sum for mean", "even: step 1, the norm or the mean (every gradient is 2 times as large) differs by"),
         ("dropped sample", "even: step 1, the number of targets (15) differs by 1.0e+00"),
         ("mean of means", "uneven: step 1"),
         ("two messages", "traffic: 2 collectives"),
         ("not gathered", "even: step 1, weight of"),
         ("wrong part", "even: step 1, gradient of"),
         ("not reduced", "(1.5 times as large)"),
-        ("counted twice", "accumulated: step 1, gradient of"),
-        ("clipped alone", "accumulated: step 1, gradient of"),
+        ("counted twice", "even: step 1, the norm of the gradients (1.04571 for 0.739429) differs by"),
+        ("clipped alone", "accumulated: step 1, the norm or the mean (every gradient is"),
         ("late forgotten", "late: step 1, gradient of shared"),
         ("own buffers", "buffers: before the first step, weight of projection differs by"),
     ],
@@ -285,7 +285,7 @@ def test_faults_are_traced_to_the_rank_and_the_parameter(verdicts: dict[str, Ver
     assert "on rank 1" in verdicts["own buffers"].failures[0]
 
 
-@pytest.mark.parametrize("fault", ["mean of means", "counted twice", "clipped alone"])
+@pytest.mark.parametrize("fault", ["mean of means", "clipped alone"])
 def test_what_is_right_on_even_batches_passes_there(verdicts: dict[str, Verdict], fault: str) -> None:
     assert verdicts[fault].comparisons["even"].first is None
 
@@ -297,13 +297,12 @@ def test_the_sound_one_beside_them_passes(verdicts: dict[str, Verdict], sound: s
 
 
 def verify_all(world: World) -> list[Verdict]:
-    return verify(world, Request([n for n in available_strategies() if n != "single"], steps=3))
+    return verify(world, Request([n for n in available_strategies() if n != "single"], steps=2, only_values=True))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_strategy_passes(ranks: int) -> None:
-    """2 and 4 ranks are what `lockstep verify` itself runs by default; here are the odd ones."""
-    for verdict in on_ranks(verify_all, ranks, timeout=LONG)[0]:
+def test_every_strategy_passes_alone() -> None:
+    """2, 4 and 8 ranks are what `lockstep verify` itself runs by default; the slow tier has 3."""
+    for verdict in on_ranks(verify_all, 1, timeout=LONG)[0]:
         assert verdict.passed, f"{verdict.strategy}: {verdict.failures}"
 
 

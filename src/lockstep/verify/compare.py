@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, isclose, isfinite
+from math import inf, isclose
 
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 """Relative to the norm of the tensor."""
 FLOOR = {"fp64": 1e-3, "fp32": 0.1}
 """Of the norm of all tensors together: below it a tensor is rounding, to which nothing can be relative."""
+NORM = "the norm of the gradients"
 EVALUATE_AFTER = 1
 """Step, counted from 0: evaluation must not change what comes after it."""
 
@@ -46,6 +47,8 @@ class Difference:
     rank: int
     what: str
     size: float
+    derived: bool = False
+    """It follows from something else, if that differs too."""
 
     def __str__(self) -> str:
         when = f"step {self.step}" if self.step else "before the first step"
@@ -113,12 +116,14 @@ def compare(
             found.step(number, result, moment, scenario.global_batch(number - 1).target_count())
         if any(all_gather_objects(found.loss_differs)):
             found.where = first_that_differs(strategy, activations.outputs, expected.activations, found.tolerance)
-        unread = []
+        norms, unread = unread, []
         found.note(step + 1, found.buffers.differences(strategy.layout.batch))
         found.note(
             step + 1, {("weights", f"the mode of {name} (not that of training)"): inf for name in idle(strategy)}
         )
         found.note(step + 1, found.of("gradients", strategy.gradients(), expected.gradients))
+        for number, result, moment in norms:
+            found.norm(number, result, moment)
         found.note(step + 1, found.of("weights", weights_of(strategy), expected.weights))
         if step in (EVALUATE_AFTER, steps - 1) or scenario.unobserved:
             found.evaluation(step + 1, expected)
@@ -145,8 +150,10 @@ class Findings:
     def note(self, step: int, differences: dict[tuple[str, str], float]) -> None:
         for (kind, name), size in differences.items():
             setattr(self.worst, kind, max(getattr(self.worst, kind), size))
-            if not size <= self.tolerance and self.worst.first is None:
-                self.worst.first = Difference(step, self.strategy.world.rank, name, size)
+            first = self.worst.first
+            if not size <= self.tolerance and (first is None or step < first.step):
+                derived = name.startswith(NORM)
+                self.worst.first = Difference(step, self.strategy.world.rank, name, size, derived)
 
     def step(self, step: int, result: StepResult, expected: Moment, count: int | Tensor) -> None:
         """What a step gives besides weights; the same on every rank."""
@@ -159,9 +166,13 @@ class Findings:
         if expected.correct is not None:
             said = f"the number of right answers ({got.correct:.0f} for {expected.correct:.0f})"
             self.note(step, {("loss", said): abs(got.correct - expected.correct)})
+
+    def norm(self, step: int, result: StepResult, expected: Moment) -> None:
+        """Looked at after the gradients: where those differ, so does their norm."""
         if self.strategy.engine.reports_norm:
+            got = result.numbers()
             off = finite(abs(got.grad_norm - expected.norm) / max(expected.norm, 1e-30))
-            said = f"the norm of the gradients ({got.grad_norm:.6g} for {expected.norm:.6g})"
+            said = f"{NORM} ({got.grad_norm:.6g} for {expected.norm:.6g})"
             self.note(step, {("gradients", said): off})
 
     def evaluation(self, step: int, expected: Moment) -> None:
@@ -182,7 +193,8 @@ class Findings:
         """{(kind, what): how far off} of what this rank holds, in backward's order; what no rank holds is infinitely
         far off on all. Where all gradients are off by one factor, that is said of all of them.
         """
-        found, factors = {}, []
+        found: dict[tuple[str, str], float] = {}
+        factors: list[float | None] = []
         key = (kind, *theirs)
         if key not in self._missing:  # regions stay as they are
             self._missing[key] = not_covered({name: held.region for name, held in mine.items()}, theirs)
@@ -198,15 +210,16 @@ class Findings:
                 largest = float((got - expected).abs().max()) if expected.numel() else 0.0
                 size = finite(largest / max(float(theirs[name].double().norm()), self.floor * total, 1e-30))
                 if kind == "gradients" and size > 1e-6:
-                    factor = float(got.norm() / expected.norm())
+                    factor = one_factor(got, expected)
                     factors.append(factor)
-                    what += f" ({factor:.4g} times as large)"
+                    times = factor if factor is not None else float(got.norm() / expected.norm())
+                    what += f" ({times:.4g} times as large)"
                 found[kind, what] = size
-        if len(factors) > 2 and all(isclose(f, factors[0], rel_tol=1e-6) for f in factors) and isfinite(factors[0]):
-            wide = [n for n in names if n in mine and n in theirs and mine[n].region.read(theirs[n]).any()]
-            if len(factors) >= len(wide):
-                said = f"the norm, or the mean: every gradient is {factors[0]:.6g} times as large, each of them"
-                return {(kind, said): max(found.values())}
+        common = factors[0] if len(factors) == len(found) > 2 else None
+        if common is not None and all(f is not None and isclose(f, common, rel_tol=1e-6) for f in factors):
+            return {
+                (kind, f"the norm or the mean (every gradient is {common:.6g} times as large)"): max(found.values())
+            }
         return found
 
     def somewhere(self) -> bool:
@@ -216,7 +229,7 @@ class Findings:
     def worst_of_ranks(self) -> Comparison:
         everyone: list[Comparison] = all_gather_objects(self.worst)
         firsts = [c.first for c in everyone if c.first is not None]
-        first = min(firsts, key=lambda d: (d.step, d.rank), default=None)
+        first = min(firsts, key=lambda d: (d.step, d.derived, d.rank), default=None)
         if first is not None and first.what == "the loss":
             first.what += self.where
         return Comparison(
@@ -225,6 +238,14 @@ class Findings:
             weights=max(c.weights for c in everyone),
             first=first,
         )
+
+
+def one_factor(got: Tensor, expected: Tensor) -> float | None:
+    """What `expected` must be multiplied by to give `got`, if a number does."""
+    square = float((expected * expected).sum())
+    factor = float((got * expected).sum()) / square if square else 0.0
+    off = float((got - factor * expected).abs().max()) if got.numel() else inf
+    return factor if off <= 1e-6 * max(square**0.5, 1e-30) else None
 
 
 class Entry:

@@ -169,7 +169,7 @@ def _parameters_in_flight(
     strategy: ParallelModel, gathers: list[Entry], left: int, blocks: list[Passage]
 ) -> Iterator[str]:
     """`left`: of the `gathers`, how many were in flight when their step ended."""
-    if not strategy.engine.leaves_in_flight or not blocks[0].begins:
+    if not strategy.engine.leaves_in_flight or strategy.layout.gradient.size == 1:
         return
     if not gathers or left < len(gathers):
         yield f"overlap: {left} of {len(gathers)} all-gathers of parameters are in flight when the step ends"

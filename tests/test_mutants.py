@@ -1,0 +1,30 @@
+"""The proofs are proven: planted faults are caught, and by name."""
+
+import pytest
+
+from tests.mutants import Mutant, mutants, run
+
+ALL = mutants()
+SOME = ALL[::13]
+"""What the slow tier has time for; `python -m tests.mutants` takes all of them."""
+
+
+def test_every_mutant_says_what_it_is_and_applies(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import subprocess
+
+    from tests.mutants import ROOT
+
+    assert len(ALL) >= 120
+    for mutant in ALL:
+        assert mutant.caught_by.split()[0] in ("verify", "pytest"), mutant.name
+        words = ["git", "apply", "--check", "--recount", str(mutant.patch)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{mutant.name} no longer fits the sources: {done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.parametrize("mutant", SOME, ids=lambda mutant: mutant.name)
+def test_a_planted_fault_is_caught(mutant: Mutant) -> None:
+    caught, said = run(mutant)
+    assert caught, f"{mutant.fault} survived {mutant.caught_by}: {said}"
