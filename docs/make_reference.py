@@ -49,7 +49,8 @@ def help_of(module: str) -> str:
 def configs_page() -> str:
     parts = [
         "# Configs\n\nWritten by `python docs/make_reference.py`.\n\n## Ready ones\n",
-        "By name, from any folder: `lockstep train digits_cnn`. In the checkout they lie in `configs/`.\n",
+        "By name, from any folder: `lockstep train digits_cnn`, or as if there were a folder of them: "
+        "`configs/digits_cnn.yaml`. `lockstep configs digits_cnn` prints one.\n",
         "| name | what it is |\n| --- | --- |",
     ]
     parts += [f"| `{name}` | {description(file)} |" for name, file in shipped_configs().items()]

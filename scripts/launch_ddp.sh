@@ -11,7 +11,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-config=$here/configs/digits_cnn.yaml
+config=digits_cnn
 if [[ $# -gt 0 && $1 != --* ]]; then
     config=$1
     shift

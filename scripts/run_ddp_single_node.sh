@@ -5,4 +5,4 @@
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-exec lockstep train "$here/configs/ddp_resnet_cifar10.yaml" --nproc "$(ranks)" "$@"
+exec lockstep train ddp_resnet_cifar10 --nproc "$(ranks)" "$@"

@@ -212,7 +212,7 @@ def test_the_csv_of_naive_ddp_begins_as_others_know_it(tmp_path: Path) -> None:
 def test_ddp_vs_fsdp_is_what_the_shipped_configs_train() -> None:
     preset = PRESETS["ddp-vs-fsdp"].config
     for strategy in ("ddp", "fsdp"):
-        shipped = load_config(Path(__file__).parent.parent / f"configs/{strategy}_resnet_cifar10.yaml")
+        shipped = load_config(f"{strategy}_resnet_cifar10")
         assert shipped.parallel.data == strategy
         assert shipped.model == preset.model
         assert replace(shipped.train, epochs=preset.train.epochs) == preset.train

@@ -83,7 +83,6 @@ def page_params(quick: bool) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     shutil.copy(ROOT / "examples/my_nets.py", tmp_path)
     return tmp_path
 

@@ -173,3 +173,26 @@ def test_mistakes_are_named() -> None:
         assert "3 are no multiple of 2; use 4, or 1f1b" in said[2]
         assert "2 parts of 19 layers need 1 rising numbers" in said[3]
         assert "2 parts of 19 layers need 1 rising numbers" in said[4]
+
+
+def count_forwards(world: World) -> dict[str, int]:
+    """How often each layer computes in a step of four micro-batches, of two chunks a rank that are recomputed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4 * world.size)))
+    pipe = Pipeline(model, schedule="interleaved", micro_batches=2 * world.size, chunks=2, recompute=True)
+    counts: dict[str, int] = {}
+
+    def note(name: str) -> Any:
+        return lambda *_: counts.update({name: counts.get(name, 0) + 1})
+
+    for name, part in pipe.stage.named_modules():
+        if isinstance(part, nn.Linear):
+            part.register_forward_pre_hook(note(name))
+    pipe.step(torch.randn(8, 6), torch.randn(8, 6), F.mse_loss)
+    return counts
+
+
+def test_every_chunk_is_recomputed() -> None:
+    for counts in on_ranks(count_forwards, 2):
+        assert len(counts) == 4
+        assert set(counts.values()) == {8}, "forward, and once more in backward, of four micro-batches"

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from lockstep.config import GPT, Config, Data, Parallel, Train, load_config
+from lockstep.config.shipped import FOLDER
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.layout.world import World
@@ -26,7 +27,6 @@ from lockstep.training.loop import train
 from lockstep.verify import Request, Verdict, verify
 from tests.ranks import LONG, on_ranks
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 SPEC = DataSpec("tokens", (8,), 32)
 SMALL = GPT(d_model=16, layers=3, heads=2, context=8)
 NEW = ("ddp_resnet_cifar10", "fsdp_resnet_cifar10", "ddp_mnist", "fsdp_transformer", "zero1", "zero2", "zero3", "lora")
@@ -36,7 +36,7 @@ def start_each_config(world: World) -> dict[str, int]:
     """Every config as it is, on data that need no download, for two steps."""
     found = {}
     for name in NEW:
-        config = load_config(CONFIGS / f"{name}.yaml")
+        config = load_config(FOLDER / f"{name}.yaml")
         data = "digits" if "mnist" in name else "synthetic"
         config.data = replace(config.data, name=data, samples=16, shape=(3, 8, 8))
         config.train.steps, config.train.batch_size, config.train.evaluate_every = 2, 4, 0
@@ -117,7 +117,7 @@ OPTIONS = Options(
 )
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("deepspeed/*.json")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("deepspeed/*.json")), ids=lambda f: f.stem)
 def test_the_ready_files_say_what_the_flags_say(file: Path) -> None:
     stage, _, offload = file.stem.removeprefix("zero").partition("_offload_")
     settings = json.loads(file.read_text())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.shipped import find_config
 from lockstep.training.attempt import step_in_progress
 
 BIN = Path(sys.executable).parent
@@ -65,7 +66,7 @@ def test_each_task_is_a_rank(where: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_two_steps_of_one_job_at_once(tmp_path: Path) -> None:
-    config = Path("configs/digits_cnn.yaml").absolute()
+    config = find_config("digits_cnn")
     lines = [f"srun -n 2 --overlap lockstep train {config} --run-dir {name} {' '.join(QUICK)} & p{name}=$!"
              for name in ("a", "b")]  # fmt: skip
     script = tmp_path / "job.sh"
@@ -88,7 +89,7 @@ def test_a_name_that_nobody_knows_is_said_at_once(tmp_path: Path) -> None:
 
 def test_a_warned_job_saves_and_is_queued_again(tmp_path: Path) -> None:
     """What `lockstep launch slurm` writes: USR1 as before a time limit; the job goes on where it had saved."""
-    config = Path("configs/digits_cnn.yaml").absolute()
+    config = find_config("digits_cnn")
     script, run = tmp_path / "job.sh", tmp_path / "runs" / "warned"
     write = [sys.executable, "-m", "lockstep", "launch", "slurm", str(config), "--ranks", "2", "--name", "warned",
              "--time", "00:10:00", "--out", str(script)]  # fmt: skip

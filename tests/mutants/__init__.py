@@ -53,7 +53,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory(prefix="lockstep-mutant-") as folder:
         copy = Path(folder) / "checkout"
         skipped = shutil.ignore_patterns("__pycache__", "mutants")
-        for part in ("src", "tests", "configs", "examples", "scripts", "pyproject.toml"):
+        for part in ("src", "tests", "examples", "scripts", "pyproject.toml"):
             source = ROOT / part
             if source.is_dir():
                 shutil.copytree(source, copy / part, ignore=skipped, symlinks=True)

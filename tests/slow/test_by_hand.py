@@ -161,9 +161,9 @@ def test_deepspeed_offloads_to_nvme(tmp_path: Path) -> None:
 
 @has_deepspeed
 def test_deepspeeds_own_launcher(tmp_path: Path) -> None:
-    settings = ROOT / "configs" / "deepspeed" / "zero2.json"
+    settings = "deepspeed/zero2.json"
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--bind_cores_to_rank"]
-    words = [*launcher[:-1], "--module", "lockstep", *TRAIN, "--train.steps", "4", "--deepspeed_config", str(settings)]
+    words = [*launcher[:-1], "--module", "lockstep", *TRAIN, "--train.steps", "4", "--deepspeed_config", settings]
     found = subprocess.run(
         words, capture_output=True, text=True, timeout=LONG, cwd=tmp_path, env={**os.environ, "DS_ACCELERATOR": "cpu"}
     )

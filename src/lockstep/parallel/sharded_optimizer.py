@@ -271,16 +271,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         saved = [number for group in groups for number in group["params"]]
         numbers = dict(zip((p for group in self.param_groups for p in group["params"]), saved, strict=True))
-        self.inner.state.clear()
-        for owned in self.owned():
-            state = state_dict["state"].get(numbers[owned.parameter])
-            if state is not None:
-                self.inner.state[owned.shard] = {
-                    key: cut(key, value, owned.piece.inside, owned.parameter, owned.shard.device)
+        pieces = {owned.shard: owned for owned in self.owned()}
+        shards = [shard for group in self.inner.param_groups for shard in group["params"]]
+        states: dict[int, dict[str, Any]] = {}
+        for number, shard in enumerate(shards):
+            owned = pieces[shard]
+            if (state := state_dict["state"].get(numbers[owned.parameter])) is not None:
+                states[number] = {
+                    key: cut(key, value, owned.piece.inside, owned.parameter, shard.device)
                     for key, value in state.items()
                 }
+        inner_groups, start = [], 0
         for inner, given in zip(self.inner.param_groups, groups, strict=True):
-            inner.update({key: value for key, value in given.items() if key != "params"})
+            count = len(inner["params"])
+            inner_groups.append({**given, "params": list(range(start, start + count))})
+            start += count
+        # By torch's own way of loading: a fused optimizer counts its steps on the device, others on the host.
+        self.inner.load_state_dict({"state": states, "param_groups": inner_groups})
 
 
 def put_together(whole: dict[str, Any], state: dict[str, Any], inside: slice, parameter: Tensor) -> None:

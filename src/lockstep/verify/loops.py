@@ -1,7 +1,7 @@
 """The wrappers in a plain loop, as a user writes one: what `ParallelModel` never does, and people do.
 
 1. two backwards without zero_grad: gradients add up
-2. zero_grad(set_to_none=False), a forward that nobody uses and one in evaluation, then a step
+2. zero_grad(set_to_none=False), an evaluation, then a step just after a forward that has no backward
 3. the optimizer's whole state saved and loaded, where a wrapper has one to save; then one more step
 """
 
@@ -40,9 +40,9 @@ def check_loop(strategy: ParallelModel, reference: Reference) -> list[str]:
         wrapper.eval()
         wrapper(batches[2].share(strategy.batch_share()).inputs)
         wrapper.train()
-    loop.forward(batches[2])
     loop.backward(batches[3])
-    broken += loop.differ("gradient", "zero_grad(set_to_none=False), and forwards without a backward", reference)
+    broken += loop.differ("gradient", "zero_grad(set_to_none=False), and an evaluation", reference)
+    loop.forward(batches[2])
     for one in (optimizer, alone):
         one.step()
         one.zero_grad()

@@ -12,10 +12,10 @@ rank. A forward takes 1, a backward 2 (half of it for the weights).
     zb-v           p - 1             p
 """
 
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.parallel.blocks import blocks_of
@@ -41,6 +41,11 @@ def law_of(schedule: str, p: int, m: int, v: int, rank: int) -> tuple[float, flo
     }[schedule]
 
 
+def alive(memory: list[StorageWeakRef]) -> int:
+    """How much of it has not been released, whoever holds it."""
+    return sum(not ref.expired() for ref in memory)
+
+
 class Executed:
     """Inside, what a worker carries out is written down, and which activations are alive after each instruction."""
 
@@ -49,9 +54,9 @@ class Executed:
         self.sent_alive = self.kept_by_weights = self.products_of_weights = self.alive_after_forward = 0
         self.products = Products()
         blocks = blocks_of(worker.stage)
-        self._last: list[weakref.ref[Tensor]] = []
+        self._last: list[StorageWeakRef] = []
         """Outputs of this rank's last block, which are sent."""
-        self._inner: dict[tuple[int, int], list[weakref.ref[Tensor]]] = {}
+        self._inner: dict[tuple[int, int], list[StorageWeakRef]] = {}
         """What only an activation function needs: the widening layers' outputs, by (micro-batch, chunk)."""
         self._current = (0, 0)
         ups = [part for _, block in blocks for name, part in block.named_modules() if name.endswith("up")]
@@ -60,10 +65,10 @@ class Executed:
             self._hooks.append(blocks[-1][1].register_forward_hook(self._note_last))
 
     def _note_last(self, _: nn.Module, __: Any, output: Tensor) -> None:
-        self._last.append(weakref.ref(output))
+        self._last.append(StorageWeakRef(output.untyped_storage()))
 
     def _note_inner(self, _: nn.Module, __: Any, output: Any) -> None:
-        self._inner.setdefault(self._current, []).append(weakref.ref(output))
+        self._inner.setdefault(self._current, []).append(StorageWeakRef(output.untyped_storage()))
 
     def __enter__(self) -> "Executed":
         plain = self.passes.carry_out
@@ -74,11 +79,11 @@ class Executed:
             plain(instruction)
             self.instructions.append(instruction)
             if instruction.kind == "forward":
-                self.alive_after_forward += sum(ref() is not None for ref in self._inner.get(self._current, []))
+                self.alive_after_forward += alive(self._inner.get(self._current, []))
             if instruction.kind == "send_activation":
-                self.sent_alive = max(self.sent_alive, sum(ref() is not None for ref in self._last))
+                self.sent_alive = max(self.sent_alive, alive(self._last))
             if instruction.kind == "backward_input":
-                self.kept_by_weights += sum(ref() is not None for ref in self._inner.pop(self._current, []))
+                self.kept_by_weights += alive(self._inner.pop(self._current, []))
             if instruction.kind == "backward_weight":
                 self.products_of_weights += len(self.products.times) - before
 
