@@ -152,6 +152,8 @@ class FullyShardedDataParallel(ShardedModule):
         self.before_forward()
         self._order_before, self._order = self._order or self._order_before, []
         self._pass = Pass.FORWARD
+        for unit in self.units():
+            unit.expire()
         outside = self._outside()
         was_whole = [unit.state is State.WHOLE for unit in outside]
         for unit in outside:

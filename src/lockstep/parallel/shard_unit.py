@@ -106,6 +106,7 @@ class ShardUnit:
         self._make_bodies()
         self.state = State.WHOLE if self.resident else State.SHARDED
         self._gather: Pending | None = None
+        self._expired = False
         self.used = [False] * len(self.parameters)
         """By this rank, since the gradients were last zeroed."""
         self.reduced = False
@@ -128,7 +129,6 @@ class ShardUnit:
         self._memory = self.whole.data
         self._storage = self.whole.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self._gathered_version = -1
 
     @torch.no_grad()
     def _make_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -168,7 +168,6 @@ class ShardUnit:
         """Issue the all-gather, unless the unit is whole or will be."""
         if self.state is not State.SHARDED:
             return
-        self._gathered_version = self._version()
         self._storage.resize_(self._nbytes)
         self.state = State.GATHERING
         if self.layout.parts == 1:
@@ -193,7 +192,7 @@ class ShardUnit:
 
     def unshard(self) -> None:
         """Wait for the all-gather; the modules compute with whole tensors from here on."""
-        if self._is_stale():
+        if self._expired:
             self.reshard()
         self.prefetch()
         if self.state is State.GATHERING:
@@ -206,7 +205,7 @@ class ShardUnit:
         if self.resident:
             return
         self._wait_for_gather()
-        self.state = State.SHARDED
+        self.state, self._expired = State.SHARDED, False
         self._place(self.parameters)
         self._storage.resize_(0)
 
@@ -215,14 +214,11 @@ class ShardUnit:
             self._gather.wait()
             self._gather = None
 
-    def _is_stale(self) -> bool:
-        """Gathered for a forward that was not followed by a backward, and stepped since."""
-        gathered = self.state is not State.SHARDED and not self.resident
-        return gathered and self._gathered_version != self._version()
-
-    def _version(self) -> int:
-        """Grows whenever an optimizer writes to the pieces."""
-        return sum(parameter._version for parameter in self.parameters)
+    def expire(self) -> None:
+        """A new forward begins: what was gathered for an earlier one may have been stepped since, and is gathered anew.
+        (Whether it was, nobody can ask: a fused optimizer on a GPU writes to the pieces without a trace.)
+        """
+        self._expired = self.state is not State.SHARDED and not self.resident
 
     @torch.no_grad()
     def keep_own_piece(self) -> None:
