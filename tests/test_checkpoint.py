@@ -17,7 +17,7 @@ import torch
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.checkpoints import LATEST, Checkpoints
-from lockstep.config import GPT, Config, Data, Parallel, Train
+from lockstep.config import GPT, Config, Data, Parallel, ResNet, Train
 from lockstep.data import Sampler, read_share
 from lockstep.layout.world import World
 from lockstep.strategies import available_strategies, strategy_named
@@ -94,6 +94,32 @@ def test_every_layout_loads_every_other(tmp_path: Path) -> None:
                 assert torch.equal(weights[name], tensor.to(weights[name].dtype)), (source, saver, loader, name)
             tolerance = 1e-12 if "deepspeed" not in (saver, loader) else 2e-5
             assert losses == pytest.approx(later, abs=tolerance), (source, saver, ranks, loader)
+
+
+def statistics_come_back(world: World, folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """Running means of a batch norm: fresh, when saved, and loaded into a fresh one."""
+    settings = Train(batch_size=8, precision="fp64", lr=0.01)
+    config = Config(model=ResNet(width=4), data=Data(name="synthetic", kind="images", samples=32), train=settings)
+    config.parallel = Parallel(data="bucketed")
+    dataset = load_data(world, config)
+    first, second = (prepare_strategy(world, config, dataset) for _ in range(2))
+    fresh = next(b for n, b in second.model.named_buffers() if n.endswith("running_mean")).tolist()
+    for step in range(3):
+        first.step(read_share(dataset.train, torch.arange(8) + 8 * step, first.batch_share()))
+    first.synchronize_buffers()
+    saved = next(b for n, b in first.model.named_buffers() if n.endswith("running_mean")).tolist()
+    checkpoints = Checkpoints(world, folder)
+    checkpoints.save(first, {"step": 3}, wait=True)
+    whole, _ = checkpoints.find()
+    assert whole is not None
+    checkpoints.load(whole, second)
+    return fresh, saved, next(b for n, b in second.model.named_buffers() if n.endswith("running_mean")).tolist()
+
+
+def test_running_statistics_are_saved_and_loaded(tmp_path: Path) -> None:
+    for fresh, saved, loaded in on_ranks(statistics_come_back, 2, tmp_path):
+        assert saved != fresh
+        assert loaded == saved
 
 
 def deepspeed_in_fp16(world: World, folder: Path) -> None:

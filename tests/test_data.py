@@ -157,7 +157,7 @@ def write_mnist(folder: Path, count: int = 20) -> Path:
     random = np.random.default_rng(0)
     for name in FILES:
         shape = (count, 28, 28) if "images" in name else (count,)
-        content = idx(random.integers(0, 10, shape))
+        content = idx(random.integers(0, 256 if "images" in name else 10, shape))
         if "t10k" in name:
             (raw / name).write_bytes(content)  # plain
         else:
@@ -173,9 +173,16 @@ def test_mnist_is_read_plain_and_gzipped(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     data = build_data(mnist(tmp_path))
     assert (data.spec.shape, len(data.train), len(data.test)) == ((1, 28, 28), 20, 20)
-    batch = data.train.batch(torch.arange(3))
-    assert batch.inputs.dtype == torch.float32
-    assert float(batch.inputs.max()) <= 1
+    random = np.random.default_rng(0)  # as the files were made: one after the other
+    for name in FILES:
+        split = data.test if "t10k" in name else data.train
+        batch = split.batch(torch.arange(20))
+        if "images" in name:
+            written = random.integers(0, 256, (20, 28, 28)).astype(np.float32) / 255
+            assert batch.inputs.dtype == torch.float32
+            assert torch.equal(batch.inputs, torch.from_numpy(written)[:, None])
+        else:
+            assert batch.targets.tolist() == random.integers(0, 10, 20).tolist()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "header", "mismatch"])

@@ -46,18 +46,24 @@ def train_in_four_lines(world: World, mode: str) -> float:
     return max(float((a - b).abs().max()) for a, b in both)
 
 
-def buffers_follow_rank_0(world: World) -> list[float]:
+def buffers_follow_rank_0(world: World) -> dict[str, Any]:
+    """Statistics with which each forward begins, on every rank; and what each rank's own would have been."""
+    torch.manual_seed(world.rank)
     model = DataParallel(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
-    norm = model.module[0]
+    norm, entered = model.module[0], []
+    norm.register_forward_pre_hook(lambda *_: entered.append(norm.running_mean.tolist()))
     model(torch.full((4, 3), float(world.rank)) + torch.randn(4, 3)).sum().backward()
-    model(torch.randn(4, 3))  # begins by taking rank 0's statistics
-    batches = float(norm.num_batches_tracked)
-    model.eval()
-    with torch.no_grad():
-        model(torch.randn(4, 3))  # must not communicate: only rank 0 may be here
-    gathered: list[Any] = [None] * world.size
-    dist.all_gather_object(gathered, norm.running_mean.sum().item())
-    return [batches, *gathered]
+    own = norm.running_mean.tolist()
+    model(torch.randn(4, 3)).sum().backward()  # begins by taking rank 0's statistics
+    before = norm.running_mean.tolist()
+    silent = True
+    if world.is_main:
+        model.eval()
+        with torch.no_grad(), recording(Ledger()) as ledger:
+            ledger.open()
+            model(torch.randn(4, 3))  # must not communicate: only rank 0 is here
+            silent = not ledger.entries and norm.running_mean.tolist() == before
+    return {"own": own, "entered": entered, "batches": float(norm.num_batches_tracked), "silent": silent}
 
 
 def gradients_are_views(world: World) -> bool:
@@ -176,12 +182,12 @@ def unused_with_feedback(world: World) -> bool:
     return torch.allclose(sent + all_reduce(kept, purpose="check"), all_reduce(given, purpose="check"), atol=1e-12)
 
 
-def local_sgd(world: World, outer_lr: float) -> list[bool]:
-    """Whether all ranks hold the same weights after each of 6 steps, meeting every 3."""
+def local_sgd(world: World, outer_lr: float) -> list[tuple[bool, bool]]:
+    """(whether the ranks met, whether all hold the same weights) after each of 6 steps, meeting every 3."""
     model = make_model(seed=world.rank)
     averager = LocalSGD(model, every=3, outer_lr=outer_lr)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    same = []
+    found = []
     for step in range(6):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + world.rank)
@@ -190,8 +196,8 @@ def local_sgd(world: World, outer_lr: float) -> list[bool]:
         met = averager.after_step()
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
         spread = all_reduce(weights.clone(), purpose="check") / world.size - weights
-        same.append(met and float(spread.abs().max()) < 1e-12)
-    return same
+        found.append((met, float(spread.abs().max()) < 1e-12))
+    return found
 
 
 def everything(world: World) -> dict[str, Any]:
@@ -224,7 +230,11 @@ def test_a_plain_loop_equals_one_process(found: list[dict], mode: str) -> None:
 
 
 def test_batch_norm_statistics_are_rank_0s_and_evaluation_is_silent(found: list[dict]) -> None:
-    assert all(f["buffers"][0] == 2 for f in found)
+    buffers = [f["buffers"] for f in found]
+    assert [b["batches"] for b in buffers] == [2, 2, 2]
+    assert len({tuple(b["own"]) for b in buffers}) == 3, "ranks see other samples"
+    assert all(b["entered"][1] == buffers[0]["own"] for b in buffers), "the second forward begins with rank 0's"
+    assert all(b["silent"] for b in buffers)
 
 
 def test_gradients_live_in_the_buckets(found: list[dict]) -> None:
@@ -265,7 +275,20 @@ def test_error_feedback_waits_for_unused_parameters(found: list[dict]) -> None:
 
 @pytest.mark.parametrize("name", ["local sgd", "diloco"])
 def test_local_sgd_meets_every_third_step(found: list[dict], name: str) -> None:
-    assert found[0][name] == [False, False, True, False, False, True]
+    apart, together = (False, False), (True, True)
+    assert all(f[name] == [apart, apart, together, apart, apart, together] for f in found)
+
+
+def test_a_restart_of_diloco_begins_where_the_model_is() -> None:
+    """Else its first outer gradient would be the way from the weights that it was made with."""
+    model = make_model()
+    averager = LocalSGD(model, every=3, outer_lr=0.7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    averager.restart()
+    assert averager.steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(averager.meeting_point, model.parameters(), strict=True))
 
 
 # ---- without ranks ------------------------------------------------------------------------------------------

@@ -33,12 +33,15 @@ def test_degrees_that_do_not_multiply_are_refused(bad: Degrees) -> None:
 
 
 def test_the_last_axis_runs_fastest() -> None:
-    degrees = Degrees(pp=2, shard=2, tp=2)
-    assert [coordinates(rank, degrees) for rank in (0, 1, 2, 4)] == [
+    degrees = Degrees(pp=2, shard=3, tp=4)  # no two alike: read the other way round it is another order
+    assert [coordinates(rank, degrees) for rank in (0, 1, 3, 4, 11, 12, 23)] == [
         (0, 0, 0, 0, 0),
         (0, 0, 0, 0, 1),
+        (0, 0, 0, 0, 3),
         (0, 0, 1, 0, 0),
+        (0, 0, 2, 0, 3),
         (1, 0, 0, 0, 0),
+        (1, 0, 2, 0, 3),
     ]
 
 

@@ -18,7 +18,7 @@ from lockstep.plan.machine import Link, kinds, machine_of, parse_cluster
 from lockstep.plan.memory import memory_of
 from lockstep.plan.network import transformer
 from lockstep.plan.pipeline import enough, pipeline_seconds
-from lockstep.plan.search import Question, least_gpus, neighbours, pareto, search
+from lockstep.plan.search import Question, judge, least_gpus, neighbours, pareto, search
 from lockstep.plan.step import Setting, step_time
 
 ROOT = Path(__file__).parent.parent
@@ -205,14 +205,22 @@ def test_what_is_fixed_stays() -> None:
 
 def test_what_does_not_fit_says_why() -> None:
     large = KNOWN["llama3-405b"]()
-    answer = search(Question(large, parse_cluster("1x2xrtx4090"), 8))
+    asked = Question(large, parse_cluster("1x2xrtx4090"), 8)
+    answer = search(asked)
     assert answer.plans == []
+    assert answer.refused["more memory than there is"] == answer.considered > 0
     assert answer.smallest is not None
-    assert answer.refused["more memory than there is"] > 0
-    assert least_gpus(Question(large, parse_cluster("1x2xrtx4090"), 8)) is None
+    smallest = judge(asked, answer.smallest)
+    assert smallest.fits == "does not fit"
+    assert smallest.memory.gib > 24, "of an RTX 4090"
+    whole = judge(asked, replace(answer.smallest, recompute="none"))
+    assert smallest.memory.gib <= whole.memory.gib
+    assert least_gpus(asked) is None
     fewest = least_gpus(Question(large, parse_cluster("64x8xh100"), 512))
     assert fewest is not None
     assert 64 <= fewest[0] <= 512
+    half = search(Question(large, parse_cluster(f"{max(1, fewest[0] // 16)}x8xh100"), 512, fixed=(("offload", False),)))
+    assert half.plans == [], "it would have been fewer"
 
 
 def test_choosing_follows_the_memory() -> None:

@@ -202,6 +202,10 @@ class Engine(ABC):
         """Of this rank's samples only, after `keep_own_gradients`; nothing where an engine does not show them."""
         yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
 
+    def gathers_for(self, module: nn.Module) -> set[str]:
+        """What the ledger calls the all-gathers that are in flight between steps and that `module` must wait for."""
+        return set()
+
     def gathered_bytes(self) -> int:
         """Memory of parameters at this moment that belong to other ranks, where an engine shards them."""
         return 0

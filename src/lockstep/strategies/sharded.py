@@ -94,6 +94,10 @@ class ShardedState(Engine):
             if owned.parameter in names
         }
 
+    def gathers_for(self, module: nn.Module) -> set[str]:
+        wanted, buckets = set(module.parameters()), self.optimizer.buckets
+        return {f"bucket {i}" for i, bucket in enumerate(buckets) if not wanted.isdisjoint(bucket.parameters)}
+
     def gradient_memory(self) -> list[Tensor]:
         return [tensor for bucket in self.module.buckets for tensor in (bucket.own, bucket.buffer)]
 

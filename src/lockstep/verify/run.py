@@ -8,7 +8,7 @@ import torch
 
 from lockstep.bar import Bar
 from lockstep.comm.ledger import Ledger, Traffic
-from lockstep.config import Config, Model, Parallel
+from lockstep.config import MLP, Config, Model, Parallel
 from lockstep.data import Batch
 from lockstep.errors import UserError
 from lockstep.layout.world import World
@@ -207,6 +207,11 @@ class Proofs:
             batches = [structured.global_batch(step).share(strategy.batch_share()) for step in range(3)]
             check = check_pipeline if parallel.pp > 1 else check_structure
             yield "order and memory", check(strategy, batches)
+            if engine.leaves_in_flight and not cut:
+                layers_only = Scenario("layers only", MLP(layers=6, width=24), (8,))  # nothing lies outside the blocks
+                strategy = spread(self._reference(layers_only, parallel), parallel, self.table)
+                share = strategy.batch_share()
+                yield "layers", check_structure(strategy, [layers_only.global_batch(i).share(share) for i in range(3)])
             if not self._samples_are_known:
                 self._samples_are_known = True
                 yield "samples", check_samples(strategy)

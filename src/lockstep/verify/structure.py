@@ -174,6 +174,13 @@ def _parameters_in_flight(
     if not gathers or left < len(gathers):
         yield f"overlap: {left} of {len(gathers)} all-gathers of parameters are in flight when the step ends"
         return
+    named = dict(strategy.model.named_modules())
+    for block in blocks:
+        needed = strategy.engine.gathers_for(named[block.name])
+        late = [e.subject for e in gathers if e.subject in needed and _waits(e) > block.begins[0]]
+        if late:
+            yield f"wait: {block.name} begins while {late[0]}, with parameters of its own, is in flight"
+            return
     before = sum(_waits(entry) < blocks[0].begins[0] for entry in gathers)
     if len(gathers) > 2 and before == len(gathers):
         yield f"overlap: all {before} all-gathers of parameters are waited for before {blocks[0].name} begins"
