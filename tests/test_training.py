@@ -333,3 +333,15 @@ def test_a_disk_that_fills_up_costs_the_records_and_not_the_run(
             metrics.write("train", step, {"loss": 1.0})
     assert capsys.readouterr().err.count("metrics end at step 2 (No space left on device)") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_records_up_to_the_step_that_a_run_goes_on_from_are_kept(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as metrics:
+        for step in range(1, 7):
+            metrics.write("train", step, {"loss": float(step)})
+    with MetricsWriter(tmp_path, after=4) as metrics:
+        metrics.write("train", 5, {"loss": 50.0})
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5]
+    aside = [json.loads(line)["step"] for line in (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()]
+    assert aside == [5, 6]

@@ -52,7 +52,7 @@ class VerifyArguments:
     strategy at 2 and 4 ranks. hybrids: every axis with every kind of engine, at 2, 4 and 8 ranks."""
     world_size: tuple[int, ...] = ()
     """Numbers of ranks; default: the preset's, or 2 and 4 for --strategies. Under torchrun: that of torchrun."""
-    steps: int = 6
+    steps: int = 4
     precision: Literal["fp64", "fp32"] = "fp64"
     savers: bool = False
     """Verify the ways of saving memory with each strategy: activation checkpointing (full, every 2nd block, attention

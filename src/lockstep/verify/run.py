@@ -80,7 +80,7 @@ class Request:
     """What to verify, and how strictly."""
 
     strategies: list[str]
-    steps: int = 6
+    steps: int = 4
     model: Model | None = None
     precision: str = "fp64"
     savers: bool = False
@@ -218,7 +218,7 @@ class Proofs:
         if engine.takes_any_graph and exact and not cut:
             reference = self._reference(replace(TANGLED, clip_norm=None), parallel)
             yield "plain loop", check_loop(spread(reference, parallel, self.table), reference)
-        drops = parallel.tp > 1 or facts.divides[0] or parallel.pp > 1
+        drops = parallel.tp > 1 or facts.divides[0]
         if exact and drops and on_cpu and not parallel.native and precision == "fp64":
             model = replace(CUT_GPT, layers=layers, dropout=0.3)
             reference = self._reference(Scenario("dropout", model, (8,)), parallel)
