@@ -150,7 +150,7 @@ FAULTS = {
         "even: step 1, the loss, first in the output of blocks.0 on rank 0 differs",
     ),
     "norm counted twice": (norm_counted_twice, "single,tp=2", "even: step 1, the norm of the gradients"),
-    "dropped micro-batch": (dropped_micro_batch, "single,pp=2:1f1b", "even: step 1, the number of targets"),
+    "dropped micro-batch": (dropped_micro_batch, "single,pp=2:1f1b", "even: step 1, the loss differs"),
     "tied not summed": (tied_not_summed, "single,pp=2:1f1b", "gradient of token_embedding.weight"),
     "mask off by a block": (
         mask_off_by_a_block,
