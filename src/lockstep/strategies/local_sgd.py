@@ -42,7 +42,7 @@ class LocalSGD(Engine):
         return Facts(
             says=f"{outer} every {parallel.sync_every} steps",
             sends="2Ψ(n-1)/(nK)",
-            law=Law("equal at K=1 with SGD, simulated at K=2", equal, linear_only=True, trains_apart=True),
+            law=Law("equal at K=1, simulated at K=2", equal, linear_only=True, trains_apart=True),
             meets_every=parallel.sync_every,
             advice=(f"--parallel.sync-every {2 * parallel.sync_every} (ranks meet half as often)",),
         )

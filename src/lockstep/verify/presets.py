@@ -14,7 +14,7 @@ AXES_AT_2 = (
 )
 """Each axis by itself, in each of its forms."""
 AT_4 = (
-    *("bucketed", "zero1", "zero3", "fsdp+HYBRID_SHARD", "local_sgd+diloco"),
+    *("bucketed", "zero1", "zero3", "fsdp+HYBRID_SHARD"),
     *("single,tp=4", "bucketed,cp=4", "single,pp=4:zb-h1"),
     *("zero3,tp=2:sequence", "zero3,cp=2", "zero2,pp=2:1f1b", "fsdp,pp=2:1f1b", "bucketed,tp=2"),
 )
