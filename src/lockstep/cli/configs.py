@@ -29,7 +29,10 @@ def main(argv: list[str]) -> int:
         file = find_config(argv[0])
         if not file.is_file():
             raise cannot_be_read(file, "there is no such config")
-        print(file.read_text(encoding="utf-8"), end="")
+        try:
+            print(file.read_text(encoding="utf-8"), end="")
+        except UnicodeDecodeError:
+            raise cannot_be_read(file, "it is not text") from None
         return 0
     parse(ConfigsArguments, argv, "configs")
     table = new_table("", ("name",), (), ("what it is",))

@@ -51,7 +51,8 @@ class VerifyArguments:
     """standard: every data strategy and every axis at 2 ranks, pairs of axes at 4, three at 8. data: every data
     strategy at 2 and 4 ranks. hybrids: every axis with every kind of engine, at 2, 4 and 8 ranks."""
     world_size: tuple[int, ...] = ()
-    """Numbers of ranks; default: the preset's, or 2 and 4 for --strategies. Under torchrun: that of torchrun."""
+    """Numbers of ranks; without --preset and --strategies, of every data strategy. Default: the preset's, or 2 and 4
+    for --strategies. Under torchrun: that of torchrun."""
     steps: int = 4
     precision: Literal["fp64", "fp32"] = "fp64"
     savers: bool = False
@@ -109,10 +110,11 @@ def chosen(arguments: VerifyArguments, request: Request, rest: list[str]) -> Mat
         raise UserError(f"--world-size is {min(sizes)}, but it must be 1 or more")
     if arguments.strategies and flag_value(rest, "--preset") is not None:
         raise UserError("--strategies and --preset both say what to verify; leave one out")
-    if arguments.strategies or not request.is_whole or (sizes and flag_value(rest, "--preset") is None):
+    asked = flag_value(rest, "--preset") is not None
+    if arguments.strategies or (not asked and (sizes or not request.is_whole)):
         names = [n for n in strategy_names(arguments.strategies or ("all",)) if n != "single"]
         if not names:
-            raise UserError("--strategies has nothing to verify behind it; give some, or leave it out")
+            raise UserError("--strategies single is one process, which the others are held against; name another")
         return dict.fromkeys(sizes or (2, 4), names)
     found = preset(arguments.preset)
     if not sizes:

@@ -22,7 +22,7 @@ class Activations:
 
     def _keep(self, name: str) -> Callable[..., None]:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
+            if type(output) is Tensor and output.dim():  # a DTensor, or a number, has no rows to compare
                 self.outputs.setdefault(name, []).append(output.detach().clone())
 
         return keep

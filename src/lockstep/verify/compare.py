@@ -1,23 +1,22 @@
 """A strategy and one process, step by step on the same global batches.
 
 Every rank compares what it holds, region by region, with the same regions of the reference; and all ranks' regions
-together must cover every parameter. To look at weights is to wait for them, which would hide that somebody else forgot
-to: so in some scenarios weights are read at every third step only, and communication comes late.
+together must cover every parameter. To look at weights is to wait for them, which would hide a missing wait:
+so in some scenarios weights are read at every third step only, and communication comes late.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isclose
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.lane import late
 from lockstep.config import Parallel
 from lockstep.data import Samples
-from lockstep.layout import Group, Held, Region
+from lockstep.layout import Held, Region
 from lockstep.layout.region import uncovered
 from lockstep.models import is_others
 from lockstep.models.deferred import Deferred
@@ -26,6 +25,7 @@ from lockstep.strategies import STRATEGIES, Options, ParallelModel, StepResult, 
 from lockstep.strategies.table import Table
 from lockstep.training.evaluate import evaluate
 from lockstep.verify.activations import Activations, first_that_differs
+from lockstep.verify.entry import Entry, idle
 from lockstep.verify.reference import Moment, Reference
 from lockstep.verify.scenarios import Scenario
 
@@ -119,7 +119,8 @@ def compare(
         norms, unread = unread, []
         found.note(step + 1, found.buffers.differences(strategy.layout.batch))
         found.note(
-            step + 1, {("weights", f"the mode of {name} (not that of training)"): inf for name in idle(strategy)}
+            step + 1,
+            {("weights", f"the mode of {name} (not that of training)"): inf for name in idle(strategy, reference.idle)},
         )
         found.note(step + 1, found.of("gradients", strategy.gradients(), expected.gradients))
         for number, result, moment in norms:
@@ -140,7 +141,7 @@ class Findings:
     tolerance: float
     floor: float
     scenario: Scenario
-    buffers: "Entry"
+    buffers: Entry
     worst: Comparison = field(default_factory=Comparison)
     loss_differs: bool = False
     where: str = ""
@@ -246,46 +247,6 @@ def one_factor(got: Tensor, expected: Tensor) -> float | None:
     factor = float((got * expected).sum()) / square if square else 0.0
     off = float((got - factor * expected).abs().max()) if got.numel() else inf
     return factor if off <= 1e-6 * max(square**0.5, 1e-30) else None
-
-
-class Entry:
-    """What a model enters its forward passes with: buffers that each rank changes, and the mode that it is in."""
-
-    def __init__(self, strategy: ParallelModel, names: tuple[str, ...]) -> None:
-        self.model, self.names = strategy.model, names
-        self.values: list[dict[str, list[float]]] = []
-        self.trained = False
-        """The last forward was one of training."""
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        self.trained = False
-        hook = self.model.register_forward_pre_hook(self._enter)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _enter(self, module: nn.Module, _: object) -> None:
-        self.trained = module.training
-        buffers = dict(module.named_buffers()) if self.names else {}
-        self.values.append({name: buffers[name].flatten().tolist() for name in self.names})
-
-    def differences(self, group: Group) -> dict[tuple[str, str], float]:
-        """Of the ranks that hold copies: they must begin every forward with the same. Every rank must ask together."""
-        values, self.values = self.values, []
-        if not self.names:
-            return {}
-        everyone = all_gather_objects(values, group)
-        differ = [
-            name for name in self.names if any([v[name] for v in t] != [v[name] for v in values] for t in everyone)
-        ]
-        return {("weights", f"buffer {name}, with which ranks begin a forward,"): inf for name in differ}
-
-
-def idle(strategy: ParallelModel) -> list[str]:
-    """Modules that are not in training mode, though training goes on."""
-    return [name for name, module in strategy.model.named_modules() if not module.training][:1]
 
 
 def weights_of(strategy: ParallelModel) -> dict[str, Held]:

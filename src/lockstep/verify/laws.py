@@ -31,7 +31,7 @@ def check_law(world: World, parallel: Parallel, precision: str) -> str | None:
         broken = _rounding(world, parallel, dtype)
     else:
         broken = _nothing_is_lost(world, parallel, dtype, TOLERANCE[precision])
-        if broken is None and parallel.compression == "powersgd":
+        if not any(all_gather_objects(broken is not None)) and parallel.compression == "powersgd":
             broken = _low_rank_is_exact(world, parallel, dtype, TOLERANCE[precision])
     return next((b for b in all_gather_objects(broken) if b is not None), None)
 

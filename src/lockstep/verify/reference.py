@@ -51,9 +51,12 @@ class Reference:
         self.lr = scenario.train(optimizer).lr
         self._restart()
         model_bytes = sum(p.nbytes for p in self._model.parameters())
+        self._steps = steps
         self._remembers = 2 * steps * model_bytes <= self.MEMORY
         self._moments: list[Moment] = []
         self.initial = self._weights()
+        self.idle = {name for name, module in self._model.named_modules() if not module.training}
+        """Modules that the model itself keeps out of training."""
 
     def _restart(self) -> None:
         self._model = self.scenario.build(seed=0).to(self.world.device, self.dtype)
@@ -72,6 +75,8 @@ class Reference:
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         moment = self._take(self.scenario.global_batch(step).to(self.world.device, self.dtype))
+        if step == 0 and self._steps * sum(t.nbytes for t in moment.activations.values()) > self.MEMORY:
+            self._remembers = False
         if self._remembers:
             self._moments.append(moment)
         return moment

@@ -34,8 +34,8 @@ def check_resume(world: World, parallel: Parallel, precision: str) -> list[str]:
         train(world, _config(parallel, precision), first, quiet=True)
         train(world, _config(parallel, precision), second, quiet=True, resume=_checkpoint(first))
         broken = _compare(first, second) if world.is_main else []
-    finally:
         all_gather_objects(0)  # all have read what they need
+    finally:
         if world.is_main:
             shutil.rmtree(home, ignore_errors=True)
     return broken

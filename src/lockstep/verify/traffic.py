@@ -1,0 +1,51 @@
+"""What a rank has sent, against the closed forms: axis by axis, and in which words a mismatch is told."""
+
+import torch
+
+from lockstep.comm.ledger import Ledger
+from lockstep.data import Batch
+from lockstep.strategies import ParallelModel
+from lockstep.strategies.table import Table
+from lockstep.strategies.theory import Theory, added
+from lockstep.strategies.traffic import traffic_by_axis
+from lockstep.verify.scenarios import Scenario
+
+
+def check_traffic(
+    strategy: ParallelModel, scenario: Scenario, batch: Batch, table: Table, compute: torch.dtype | None = None
+) -> tuple[list[str], Theory | None]:
+    """(what is wrong on this rank, what theory says), of the last step, whose shape `batch` has."""
+    if any(True for _ in strategy.model.buffers()):
+        return [], None  # they travel too
+    layout, parallel, options = strategy.layout, strategy.parallel, strategy.options
+    with torch.device("meta"):
+        model = scenario.build(seed=0).to(options.dtype)
+    share = batch.share(strategy.batch_share())
+    laws = traffic_by_axis(model, layout, parallel, options.loss, share, options.accumulation, table, compute)
+    broken = []
+    for axis, theory in laws.items():
+        sent = strategy.ledger.traffic(axis)
+        if theory is not None and not theory.matches(sent):
+            broken.append(
+                f"traffic{'' if axis == 'data' else f' of {axis}'}: {sent.collectives} collectives and "
+                f"{sent.wire_bytes:,.0f} bytes per step counted, {theory.collectives} and "
+                f"{theory.wire_bytes:,.0f} by theory{missing_calls(strategy.ledger, axis)}"
+            )
+    return broken, added(laws.values())
+
+
+def missing_calls(ledger: Ledger, axis: str) -> str:
+    """Of buckets or blocks: those that lack an operation which others have; else what was called."""
+    entries = [e for e in ledger.of("gradients", "parameters", "activations") if e.cut == axis]
+    calls: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        calls.setdefault((entry.operation, entry.purpose), []).append(entry.subject)
+    subjects = list(dict.fromkeys(e.subject for e in entries if e.subject))
+    lacking = [
+        f"no {operation} of {purpose} for {subject}"
+        for (operation, purpose), theirs in calls.items()
+        for subject in subjects
+        if any(theirs) and subject not in theirs
+    ]
+    counts = [f"{len(theirs)} {operation} of {purpose}" for (operation, purpose), theirs in calls.items()]
+    return f" ({'; '.join(lacking[:3]) or ', '.join(counts) or 'nothing was called'})"
