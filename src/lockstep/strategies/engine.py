@@ -202,6 +202,10 @@ class Engine(ABC):
         """Of this rank's samples only, after `keep_own_gradients`; nothing where an engine does not show them."""
         yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """In which gradients of several buckets or blocks are reduced in turn, where they are not held whole."""
+        return []
+
     def gathers_for(self, module: nn.Module) -> set[str]:
         """What the ledger calls the all-gathers that are in flight between steps and that `module` must wait for."""
         return set()
@@ -215,7 +219,7 @@ class Engine(ABC):
         return 0, [0]
 
     def gradient_memory(self) -> list[Tensor]:
-        """All memory of gradients that this rank holds after a step, buffers that they are reduced in included."""
+        """All memory of gradients that this rank holds after a step."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     @property

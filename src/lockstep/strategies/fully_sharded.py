@@ -103,8 +103,8 @@ class FullySharded(Engine):
     def gathered_sizes(self) -> tuple[int, list[int]]:
         return self.module.gathered_sizes()
 
-    def gradient_memory(self) -> list[Tensor]:
-        return [*super().gradient_memory(), *self.module.gradient_buffers()]
+    def gradient_buffers(self) -> list[Tensor]:
+        return self.module.gradient_buffers()
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         return self.module.unreduced_gradients()

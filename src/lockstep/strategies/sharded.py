@@ -99,7 +99,10 @@ class ShardedState(Engine):
         return {f"bucket {i}" for i, bucket in enumerate(buckets) if not wanted.isdisjoint(bucket.parameters)}
 
     def gradient_memory(self) -> list[Tensor]:
-        return [tensor for bucket in self.module.buckets for tensor in (bucket.own, bucket.buffer)]
+        return [bucket.buffer if self.stage == 1 else bucket.own for bucket in self.module.buckets]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        return [bucket.buffer for bucket in self.module.buckets]
 
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:

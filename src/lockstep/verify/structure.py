@@ -238,6 +238,7 @@ def _memory(strategy: ParallelModel) -> Iterator[str]:
     buckets = bucket_sizes([p.numel() for p in trained], itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
     rows = [padded(bucket, itemsize, n) * itemsize for bucket in buckets]
     most = sum(rows) / n + sum(sorted(rows)[-2:])
-    places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in map(local, engine.gradient_memory()) if t.numel()]
+    held = [t for t in map(local, [*engine.gradient_memory(), *engine.gradient_buffers()]) if t.numel()]
+    places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in held]
     if covered(places) > most:
         yield f"memory: {covered(places):,.0f} bytes of gradients are held, and at most {most:,.0f} by the law"
