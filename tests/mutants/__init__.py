@@ -67,7 +67,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
                 **{"cwd": copy, "env": environment, "timeout": TIMEOUT, "capture_output": True, "text": True},
             )
         except subprocess.TimeoutExpired:
-            return False, "it hangs, and nobody knows why"
+            return False, "it hangs, and no proof names it"
         said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         named = [line for line in said if line.startswith(("✗", "FAILED"))]
         return bool(named), (named or said or ["nothing was said"])[0 if named else -1][:300]

@@ -187,7 +187,7 @@ class ShardUnit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Memory of the unsharded parameters at this moment, whoever uses it."""
+        """Memory that the unsharded parameters hold at this moment, in use or not."""
         return 0 if self.resident else self._storage.nbytes()
 
     def unshard(self) -> None:
@@ -216,7 +216,7 @@ class ShardUnit:
 
     def expire(self) -> None:
         """A new forward begins: what was gathered for an earlier one may have been stepped since, and is gathered anew.
-        (Whether it was, nobody can ask: a fused optimizer on a GPU writes to the pieces without a trace.)
+        (The tensors' versions do not show it: a fused optimizer on a GPU writes to the pieces without counting.)
         """
         self._expired = self.state is not State.SHARDED and not self.resident
 

@@ -181,7 +181,7 @@ class Findings:
         batch = self.scenario.test_batch().to(self.strategy.world.device, self.strategy.options.dtype)
         with self.buffers.watching():
             found = evaluate(self.strategy, Samples(batch.inputs, batch.targets), batch_size=4)
-        assert found is not None, "nobody has asked to stop"
+        assert found is not None, "no rank was asked to stop"
         self.note(step, self.buffers.differences(self.strategy.layout.batch))
         if self.buffers.trained:
             self.note(step, {("loss", "the mode of evaluation (that of training)"): inf})

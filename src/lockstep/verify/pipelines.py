@@ -42,7 +42,7 @@ def law_of(schedule: str, p: int, m: int, v: int, rank: int) -> tuple[float, flo
 
 
 def alive(memory: list[StorageWeakRef]) -> int:
-    """How much of it has not been released, whoever holds it."""
+    """How many of these have not been released."""
     return sum(not ref.expired() for ref in memory)
 
 

@@ -24,7 +24,7 @@ class Moment:
 
     loss: float
     correct: float | None
-    """Predictions that are right; None where nobody knows what right is (regression, a user's loss)."""
+    """Correct predictions; None where that is not defined (regression, a user's loss)."""
     norm: float
     """Of the gradients, before they are clipped."""
     gradients: dict[str, Tensor]

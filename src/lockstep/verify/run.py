@@ -198,7 +198,7 @@ class Proofs:
         engine = self.table[parallel.data]
         facts, cut = engine.facts(parallel), cut_axes(parallel)
         exact = facts.law is None
-        on_cpu = self.world.device.type == "cpu"  # a GPU's clock tells no order, and its sums are not the same twice
+        on_cpu = self.world.device.type == "cpu"  # CUDA events have no order on the host, and a GPU's sums vary
         layers = max(4, placement_for(parallel).parts - 2)
         recompute: Recompute = "full" if parallel.cp > 1 or (parallel.pp > 1 and parallel.schedule in PLAIN) else "none"
         structured = Scenario("structure", replace(CUT_GPT, layers=layers), (8,), recompute=recompute)

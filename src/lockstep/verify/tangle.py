@@ -1,6 +1,6 @@
 """A small model with every trap in it that a wrapper of gradients must survive.
 
-marked      a layer that only some rows of a batch go through: most ranks do not use it, in some steps nobody does
+marked      a layer that only some rows of a batch go through: most ranks do not use it, in some steps none does
 twice       a layer in two re-entrant checkpoints: its gradient comes in two parts, the second one late
 nobody      a parameter that takes no part in the loss
 frozen      a layer that is not trained: broadcast at the start, never reduced
@@ -51,7 +51,7 @@ class Tangle(nn.Module):
         self.twice = nn.Linear(WIDTH, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.scale = nn.Parameter(torch.rand(1))
-        self.nobody = nn.Parameter(torch.rand(3))
+        self.unused = nn.Parameter(torch.rand(3))
         self.head = nn.Linear(WIDTH, 10)
         self.register_buffer("projection", torch.randn(WIDTH, WIDTH))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))

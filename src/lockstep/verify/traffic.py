@@ -1,4 +1,4 @@
-"""What a rank has sent, against the closed forms: axis by axis, and in which words a mismatch is told."""
+"""What a rank has sent against the closed forms, axis by axis, and the message for a mismatch."""
 
 import torch
 
