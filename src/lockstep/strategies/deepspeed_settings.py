@@ -97,7 +97,9 @@ def read_settings(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(find_config(file).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); ready ones are in configs/deepspeed/") from None
+        raise UserError(
+            f"{file}: cannot be read ({error.strerror}); ready ones: deepspeed/zero2.json and others"
+        ) from None
     except ValueError as error:
         raise UserError(f"{file}: is not valid JSON: {error}") from None
     if not isinstance(settings, dict):

@@ -272,3 +272,11 @@ def not_covered(mine: dict[str, Region], theirs: dict[str, Tensor]) -> dict[str,
 def finite(size: float) -> float:
     """NaN compares with nothing; make it infinite."""
     return size if size == size else inf
+
+
+def first_of_ranks(broken: list[str]) -> list[str]:
+    """The first rank's that has any. Every rank must ask together."""
+    for rank, theirs in enumerate(all_gather_objects(broken)):
+        if theirs:
+            return [f"{one} (rank {rank})" for one in theirs]
+    return []

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Parallel
+from lockstep.layout import World
 from lockstep.parallel.parallel_linear import RowParallelLinear
 from lockstep.strategies import STRATEGIES, ParallelModel
 from lockstep.strategies.table import Table
 from lockstep.verify.compare import spread
 from lockstep.verify.reference import Reference
+from lockstep.verify.scenarios import Scenario
 
 
 class Numbers:
@@ -46,14 +48,13 @@ class Numbers:
             hook.remove()
 
 
-def check_dropout(reference: Reference, parallel: Parallel, table: Table = STRATEGIES) -> list[str]:
+def check_dropout(world: World, scenario: Scenario, parallel: Parallel, table: Table = STRATEGIES) -> list[str]:
     """What is wrong with this rank's random numbers. Every rank must ask together."""
-    scenario = reference.scenario
     found: dict[str, dict[str, Tensor]] = {}
     broken: list[str] = []
     for recompute in ("none", "full"):
-        again = Reference(reference.world, replace(scenario, recompute=recompute), 1, reference.precision, "sgd")
-        strategy = spread(again, parallel, table)
+        reference = Reference(world, replace(scenario, recompute=recompute), 1, "fp64", "sgd")
+        strategy = spread(reference, parallel, table)
         torch.manual_seed(strategy.layout.seed(17))
         numbers = Numbers(strategy.model)
         strategy.step(scenario.global_batch(0).share(strategy.batch_share()))

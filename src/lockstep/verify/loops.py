@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import all_gather_objects
 from lockstep.data import Batch
 from lockstep.layout import Held
 from lockstep.parallel.wrapper import GradientWrapper
 from lockstep.strategies import ParallelModel
-from lockstep.verify.compare import TOLERANCE, finite
+from lockstep.verify.compare import TOLERANCE, relative
 from lockstep.verify.reference import Reference
 
 
@@ -82,15 +81,6 @@ class Loop:
                 continue
             got = mine[name].tensor.detach().reshape(-1)
             wanted = mine[name].region.read(expected.detach())
-            size = float((got - wanted).abs().max()) if wanted.numel() else 0.0
-            if finite(size / max(1.0, float(expected.detach().norm()))) > tolerance:
+            if (size := relative(got, wanted)) > tolerance:
                 return [f"loop: after {when}, the {kind} of {name} differs by {size:.1e}"]
         return []
-
-
-def first_of_ranks(broken: list[str]) -> list[str]:
-    """The first rank's that has any. Every rank must ask together."""
-    for rank, theirs in enumerate(all_gather_objects(broken)):
-        if theirs:
-            return [f"{one} (rank {rank})" for one in theirs]
-    return []

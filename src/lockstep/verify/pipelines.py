@@ -9,7 +9,7 @@ rank. A forward takes 1, a backward 2 (half of it for the weights).
     1f1b           3(p-1)            p - r
     interleaved    3(p-1)/v          (2(p - r - 1) + (v - 1)p + 1) / v
     zb-h1          p - 1             p
-    zb-v           p - 1             p
+    zb-v           (p - 1)/2         p
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from lockstep.parallel.schedule import Instruction
 from lockstep.parallel.schedule_clock import Costs, most_held, timetable
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.pipeline import PipelineWorker
-from lockstep.verify.structure import Products
+from lockstep.verify.structure import Products, alive
 
 MESSAGES_IN_FLIGHT = 2
 """Sent activations that a rank may hold: the one that is being sent, and the one before it."""
@@ -37,13 +37,8 @@ def law_of(schedule: str, p: int, m: int, v: int, rank: int) -> tuple[float, flo
         "1f1b": (3.0 * (p - 1), float(min(m, p - rank))),
         "interleaved": (3.0 * (p - 1) / v, (2 * (p - rank - 1) + (v - 1) * p + 1) / v),
         "zb-h1": (1.0 * (p - 1), float(p)),
-        "zb-v": (1.0 * (p - 1), float(p)),
+        "zb-v": (0.5 * (p - 1), float(p)),
     }[schedule]
-
-
-def alive(memory: list[StorageWeakRef]) -> int:
-    """How many of these have not been released."""
-    return sum(not ref.expired() for ref in memory)
 
 
 class Executed:
@@ -127,8 +122,8 @@ def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
             f"memory: {executed.kept_by_weights} activations are kept for the weights' pass that it does not need"
         )
     if strategy.options.recompute == "full" and executed.alive_after_forward:
-        alive = executed.alive_after_forward
-        broken.append(f"recompute: {alive} tensors inside blocks are alive after their forward")
+        count = executed.alive_after_forward
+        broken.append(f"recompute: {count} tensors inside blocks are alive after their forward")
     splits = parallel.schedule.startswith("zb-") and strategy.layout.degrees.tp == 1
     if splits and blocks_of(worker.stage) and not executed.products_of_weights:
         broken.append("schedule: the weights' pass computes nothing")

@@ -22,10 +22,10 @@ from lockstep.strategies.native_context import CHUNK
 from lockstep.strategies.pipeline import placement_for
 from lockstep.strategies.table import Table, check_parallel
 from lockstep.strategies.theory import Theory
-from lockstep.verify.compare import TOLERANCE, Comparison, compare, spread
+from lockstep.verify.compare import TOLERANCE, Comparison, compare, first_of_ranks, spread
 from lockstep.verify.dropout import check_dropout
 from lockstep.verify.laws import check_apart, check_law
-from lockstep.verify.loops import check_loop, first_of_ranks
+from lockstep.verify.loops import check_loop
 from lockstep.verify.pipelines import check_pipeline
 from lockstep.verify.reference import Reference
 from lockstep.verify.resume import check_resume, check_samples
@@ -47,7 +47,7 @@ BUCKET_MB = 0.01
 
 
 PLAIN = ("gpipe", "1f1b")
-"""Schedules that recompute where their model is asked what it costs; the others split their backward."""
+"""Schedules whose memory is checked with recomputation: they do not split backward."""
 
 
 @dataclass
@@ -222,8 +222,8 @@ class Proofs:
         drops = parallel.tp > 1 or facts.divides[0]
         if exact and drops and on_cpu and not parallel.native and precision == "fp64":
             model = replace(CUT_GPT, layers=layers, dropout=0.3)
-            reference = self._reference(Scenario("dropout", model, (max(8, self.world.size),)), parallel)
-            yield check_dropout(reference, parallel, self.table)
+            scenario = Scenario("dropout", model, (max(8, self.world.size),))
+            yield check_dropout(self.world, scenario, parallel, self.table)
         if exact and facts.divides[0] and not cut and on_cpu:
             yield self._check_bf16(structured, parallel)
         axes = tuple(axis for axis, degree in model_degrees(parallel).items() if degree > 1)
@@ -241,12 +241,12 @@ class Proofs:
         batch.inputs[-1] = float("nan")
         before = {name: held.tensor.clone() for name, held in strategy.held().items()}
         result = strategy.step(batch.share(strategy.batch_share()))
-        if isfinite(result.loss):
-            return []  # a model that makes a number of it
-        after = strategy.held()
-        moved = [name for name, tensor in before.items() if not torch.equal(after[name].tensor, tensor)]
-        broken = [f"not finite: the step was taken, and {moved[0]} has moved"] if moved else []
-        return first_of_ranks(broken or ([] if result.skipped else ["not finite: the step does not say so"]))
+        after, broken = strategy.held(), list[str]()
+        if not isfinite(result.loss):  # else the model makes a number of it
+            moved = [name for name, tensor in before.items() if not torch.equal(after[name].tensor, tensor)]
+            broken += [f"not finite: the step was taken, and {moved[0]} has moved"] if moved else []
+            broken += ["not finite: the step is not reported as skipped"] if not result.skipped and not moved else []
+        return first_of_ranks(broken)
 
     def _check_bf16(self, scenario: Scenario, parallel: Parallel) -> list[str]:
         """Gathered in bf16, reduced in fp32: counted in bytes."""

@@ -14,7 +14,6 @@ order that is the same in every run, so that these are laws and not measurements
 """
 
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -52,6 +52,11 @@ class Products(TorchDispatchMode):
         return sum(start < at < end for at in self.times)
 
 
+def alive(memory: list[StorageWeakRef]) -> int:
+    """How many of these have not been released."""
+    return sum(not ref.expired() for ref in memory)
+
+
 @dataclass
 class Passage:
     """When a step went through one block, and what was gathered of other ranks' parameters then."""
@@ -74,18 +79,17 @@ class Watch:
         self.after_forward: list[int] = []
         """Bytes that were gathered when the last block's forward was over."""
         self._hooks: list[Any] = []
-        self._inner: dict[nn.Module, list[weakref.ref[Tensor]]] = {}
+        self._inner: dict[nn.Module, list[StorageWeakRef]] = {}
         for module in self.passages:
             self._hooks.append(module.register_forward_pre_hook(self._began))
             self._hooks.append(module.register_forward_hook(self._ended))
-            inner = [part for part in module.modules() if part is not module and isinstance(part, nn.GELU | nn.Linear)]
-            for part in inner:
+            for part in (p for p in module.modules() if p is not module and isinstance(p, nn.Linear)):
                 self._hooks.append(part.register_forward_hook(self._note_inner(module)))
 
     def _note_inner(self, block: nn.Module) -> Any:
         def note(_: nn.Module, __: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                self._inner.setdefault(block, []).append(weakref.ref(output))
+                self._inner.setdefault(block, []).append(StorageWeakRef(output.untyped_storage()))
 
         return note
 
@@ -97,7 +101,7 @@ class Watch:
     def _ended(self, module: nn.Module, _: Any, outputs: Any) -> None:
         passage = self.passages[module]
         passage.ends.append(time.perf_counter())
-        passage.inside.append(sum(ref() is not None for ref in self._inner.pop(module, [])))
+        passage.inside.append(alive(self._inner.pop(module, [])))
         if module is list(self.passages)[-1]:
             self.after_forward.append(self.engine.gathered_bytes())
 
@@ -197,10 +201,9 @@ def _gathers(strategy: ParallelModel, watch: Watch, blocks: list[Passage]) -> It
             return
     twice = parallel.sharding == "FULL_SHARD"
     for following, block in pairwise(blocks) if twice else ():
-        start, end = block.backward_begins[-1], following.backward_begins[-1]
         issued = [e for e in gathers if e.subject == following.name and e.issued > block.ends[0]]  # type: ignore[operator]
         reduced = [e.issued for e in strategy.ledger.of("gradients") if e.subject == block.name]
-        if issued and reduced and issued[0].issued > reduced[0] and start < end:  # type: ignore[operator]
+        if issued and reduced and issued[0].issued > reduced[0]:  # type: ignore[operator]
             yield f"prefetch: {following.name} is not being gathered while {block.name} computes its backward"
             return
     outside, sizes = engine.gathered_sizes()
