@@ -117,8 +117,8 @@ def print_demo(rows: list[DemoRow], seconds: float) -> None:
         "a weight to one process. ✓ equal to 1e-10, ≈ not equal by nature (compression, local SGD).\n"
         f"{seconds:.0f} s in all; {cores} cores, {max(1, cores // ranks)} for each process.\n\n"
         "Try next:\n"
-        "  lockstep verify                                    prove it in float64, 2 and 4 ranks\n"
+        "  lockstep verify                                    prove it in float64, on 2, 4 and 8 ranks\n"
         "  lockstep bench train                               which is fastest here\n"
-        "  lockstep train configs/digits_cnn.yaml --nproc 2   98% on the test set\n"
-        "  lockstep train configs/gpt_text.yaml --nproc 2     a language model of Python's own sources"
+        "  lockstep train digits_cnn --nproc 2                98% on the test set\n"
+        "  lockstep train gpt_text --nproc 2                  a language model of Python's own sources"
     )
