@@ -10,10 +10,11 @@ from textwrap import dedent
 from typing import Any
 
 import lockstep
+import lockstep.comm
 
 TARGET = Path(__file__).parent / "api.md"
 CHAPTERS = {
-    "Your own loop": ("init", "spawn", "shard_batch", "save", "load"),
+    "Your own loop": ("init", "spawn", "shard_batch", "clip_grad_norm_", "save", "load"),
     "Data parallel": ("DataParallel", "LocalSGD"),
     "Sharded": ("ShardedOptimizer", "ShardedDataParallel", "FullyShardedDataParallel"),
     "Tensor parallel": ("tensor_parallel", "vocab_parallel_cross_entropy"),
@@ -27,13 +28,35 @@ What `import lockstep` offers to anybody's own loop; `help(lockstep)` says the s
 two ranks. Written by `python docs/make_api.py` from the docstrings.
 """
 
+COMM = """## Collectives: `lockstep.comm`
+
+Names and meanings are those of torch.distributed. Each works in a world of one process as well, and is counted by the
+ledger under its `purpose`. `all_reduce_async(...)` and the like return at once with a `Pending`: call its `wait()` before
+touching the tensors. Roots and peers are ranks of the group.
+
+```python
+from lockstep.comm import all_reduce_mean
+
+mean = all_reduce_mean(torch.ones(3) * world.rank)  # over all ranks; group=: over some
+```
+"""
+
 
 def page() -> str:
     parts = [HEAD]
     for chapter, names in CHAPTERS.items():
         parts.append(f"## {chapter}\n")
         parts += [entry(name, getattr(lockstep, name)) for name in names]
-    return "\n".join(parts)
+    return "\n".join([*parts, COMM, *collectives()]) + "\n"
+
+
+def collectives() -> list[str]:
+    """A row for each of `lockstep.comm`."""
+    rows = ["| call | what it does |", "| --- | --- |"]
+    for name in lockstep.comm.__all__:
+        function = getattr(lockstep.comm, name)
+        rows.append(f"| `{name}{arguments(function)}` | {first_line(function)} |")
+    return rows
 
 
 def entry(name: str, thing: Any) -> str:
@@ -60,6 +83,7 @@ def signature(name: str, thing: Any) -> str:
 def shown(parameter: inspect.Parameter) -> str:
     star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
     default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}".replace("'", '"')
+    default = re.sub(r"<RedOpType\.(\w+): \d+>", r"\1", default)
     return f"{star}{parameter.name}{default}"
 
 

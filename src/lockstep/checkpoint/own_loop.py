@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoint.checkpoints import Checkpoints, load_checkpoint
 from lockstep.checkpoint.manifest import MANIFEST
@@ -19,17 +18,9 @@ from lockstep.comm.collectives import all_gather_objects
 from lockstep.errors import UserError
 from lockstep.layout import Held
 from lockstep.layout.group import group_of, shared_group
-from lockstep.layout.region import region_of
 from lockstep.layout.world import World
-from lockstep.parallel import (
-    DataParallel,
-    FullyShardedDataParallel,
-    LocalSGD,
-    Pipeline,
-    ShardedDataParallel,
-    ShardedOptimizer,
-)
-from lockstep.strategies.sharded import owned_region
+from lockstep.parallel import Pipeline, ShardedOptimizer
+from lockstep.parallel.holding import held_by, owned_pieces, unwrapped
 from lockstep.strategies.state import RegionState, initialize_state
 
 
@@ -100,7 +91,7 @@ class OwnLoop:
 
     def __init__(self, model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         self.wrapper, self.optimizer = model, optimizer or no_optimizer()
-        self.model = plain(model)
+        self.model = unwrapped(model)
         group = group_of()
         self.layout = SimpleNamespace(world=world, batch=group, norm=group)
         self.options = SimpleNamespace(save_trained_only=False)
@@ -109,16 +100,12 @@ class OwnLoop:
     def held(self) -> dict[str, Held]:
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.wait_for_parameters()
-        if isinstance(self.wrapper, FullyShardedDataParallel):
-            return {name: Held(parameter, region) for name, parameter, region in self.wrapper.held()}
-        return {name: Held(p, region_of(p)) for name, p in self.model.named_parameters()}
+        return held_by(self.wrapper)
 
     def trained(self) -> dict[str, Held]:
         if not isinstance(self.optimizer, ShardedOptimizer):
             return {name: held for name, held in self.held().items() if held.parameter.requires_grad}
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        owned = [one for one in self.optimizer.owned() if one.parameter in names]
-        return {names[one.parameter]: Held(one.shard, owned_region(one)) for one in owned}
+        return owned_pieces(self.model, self.optimizer)
 
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
@@ -134,14 +121,6 @@ class OwnLoop:
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """There is none."""
-
-
-def plain(model: nn.Module | Pipeline) -> nn.Module:
-    """What a wrapper is around; a model's own part may be called `module` too."""
-    if isinstance(model, Pipeline):
-        return model.stage
-    wrappers = (DataParallel, ShardedDataParallel, FullyShardedDataParallel, LocalSGD, DistributedDataParallel)
-    return model.module if isinstance(model, wrappers) else model
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.context import gather_sequence, ring_attention, shard_sequence, ulysses_attention
     from lockstep.parallel.data_parallel import DataParallel
     from lockstep.parallel.fully_sharded import FullyShardedDataParallel
+    from lockstep.parallel.gradient_norm import clip_grad_norm_
     from lockstep.parallel.local_sgd import LocalSGD
     from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from lockstep.parallel.pipeline import Pipeline
@@ -26,6 +27,7 @@ __all__ = [
     "ShardedDataParallel",
     "ShardedOptimizer",
     "VocabParallelEmbedding",
+    "clip_grad_norm_",
     "gather_sequence",
     "pipeline_schedule",
     "ring_attention",
@@ -45,6 +47,7 @@ _HOMES = {
     "ShardedDataParallel": "lockstep.parallel.sharded_data_parallel",
     "ShardedOptimizer": "lockstep.parallel.sharded_optimizer",
     "VocabParallelEmbedding": "lockstep.parallel.parallel_linear",
+    "clip_grad_norm_": "lockstep.parallel.gradient_norm",
     "gather_sequence": "lockstep.parallel.context",
     "pipeline_schedule": "lockstep.parallel.schedule",
     "ring_attention": "lockstep.parallel.context",

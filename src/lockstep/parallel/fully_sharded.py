@@ -32,6 +32,7 @@ on a block, `_catch_up` issues them for it all the same.
 when which of them does what.
 """
 
+import copy
 import weakref
 from dataclasses import dataclass
 from enum import Enum
@@ -40,12 +41,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import all_reduce, new_buffer
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.blocks import ShardBy
 from lockstep.parallel.shard_unit import Placement, ShardUnit, State
-from lockstep.parallel.sharded_module import CPU, Block, Initialize, ShardedModule
+from lockstep.parallel.sharded_module import CPU, Block, Initialize, ShardedModule, fill_later
 from lockstep.parallel.wrapper import Flags, when_backward_is_over
 
 
@@ -105,14 +107,51 @@ class FullyShardedDataParallel(ShardedModule):
         super().__init__(module, shard, group_of(process_group, "shard"), placement, initialize, manual)
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.output_dtype = output_dtype if compute_dtype is not None else None
+        self.shard_by, self.offload = shard, offload
         self._pass = Pass.FORWARD
         self._order: list[Block] = []  # as their forward began, in the last pass
         self._order_before: list[Block] = []
         self._cursor = -1  # in the order, whose backward is next: from the last to the first
         self._gradient_buffers = self._make_buffers()
-        for block in self.blocks:
-            if not block.is_root:
-                self._watch(block)
+        self._buffers_for = set(self.trained_units())
+        self._hooks = [hook for block in self.blocks if not block.is_root for hook in self._watch(block)]
+
+    @torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """Another model with the same weights, sharded alike, without gradients: for an average of the weights, say.
+        Every rank must copy it, as every rank must make one.
+        """
+        for unit in self.units():
+            unit.reshard()
+            for parameter, shape, region in zip(unit.parameters, unit.shapes, unit.regions, strict=True):
+                empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                copied: Any = nn.Parameter(empty, parameter.requires_grad)
+                copied.region = region
+                memo[id(parameter)] = copied
+        module = copy.deepcopy(self.module, memo)
+        for part in module.modules():  # what calls this wrapper is not for the other
+            for hook in self._hooks:
+                part._forward_pre_hooks.pop(hook.id, None)
+                part._forward_pre_hooks_with_kwargs.pop(hook.id, None)
+                part._forward_hooks.pop(hook.id, None)
+        other = FullyShardedDataParallel(
+            module,
+            self.shard_by,
+            self.placement.compute_dtype,
+            self.group,
+            self.reshard_after_forward,
+            self.prefetch,
+            self.placement.device,
+            self.offload,
+            fill_later,
+            self.output_dtype,
+            self.placement.reduce_dtype,
+            self.manual,
+        )
+        memo[id(self)] = other
+        for mine, theirs in zip(self.units(), other.units(), strict=True):
+            theirs.shard.copy_(mine.shard)
+        return other.train(self.training)
 
     def _make_buffers(self) -> dict[torch.dtype, list["GradientBuffer"]]:
         """Two buffers of whole gradients per dtype, which all units use in turn: while one is in flight, the next
@@ -152,6 +191,7 @@ class FullyShardedDataParallel(ShardedModule):
         self.before_forward()
         self._order_before, self._order = self._order or self._order_before, []
         self._pass = Pass.FORWARD
+        self._follow_freezing()
         for unit in self.units():
             unit.expire()
         outside = self._outside()
@@ -167,6 +207,16 @@ class FullyShardedDataParallel(ShardedModule):
                     unit.reshard()
         return self.watch_outputs(self._cast(outputs, self.output_dtype))
 
+    def _follow_freezing(self) -> None:
+        """Between two steps the user may have frozen parameters, or unfrozen them."""
+        for unit in self.units():
+            unit.follow_freezing()
+        if not self._buffers_for.issuperset(self.trained_units()):
+            for unit in self.units():
+                unit.finish_reduce()
+            self._gradient_buffers = self._make_buffers()
+            self._buffers_for |= set(self.trained_units())
+
     def _outside(self) -> list[ShardUnit]:
         """What is whole from forward to backward: all that lies outside the blocks."""
         return [*(unit for block in self.blocks if block.is_root for unit in block.units), *self.rest]
@@ -177,7 +227,7 @@ class FullyShardedDataParallel(ShardedModule):
         flat, shape = tree_flatten(values)
         return tree_unflatten([v.to(dtype) if _is_float(v) else v for v in flat], shape)
 
-    def _watch(self, block: Block) -> None:
+    def _watch(self, block: Block) -> tuple[RemovableHandle, RemovableHandle]:
         """Be called before and after the block's forward; weakly, as the module may outlive the wrapper."""
         weak_self = weakref.ref(self)
 
@@ -189,8 +239,10 @@ class FullyShardedDataParallel(ShardedModule):
             wrapper = weak_self()
             return wrapper._after_block(block, outputs) if wrapper is not None else None
 
-        block.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        block.module.register_forward_hook(after)
+        return (
+            block.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            block.module.register_forward_hook(after),
+        )
 
     def _before_block(self, block: Block, args: Any, kwargs: Any) -> Any:
         block.was_whole = block.units[0].state is State.WHOLE

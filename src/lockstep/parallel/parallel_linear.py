@@ -14,6 +14,7 @@ reduce-scatter where y goes out, and what lies between two pairs (norm, dropout,
 The products themselves are in `parallel_products.py`, with what hides behind what.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -47,7 +48,19 @@ def cut_parameter(parameter: Tensor, dim: int, cut: Cut, tied: Tied | None) -> n
     return tied[parameter]
 
 
-class ColumnParallelLinear(nn.Module):
+class CutModule(nn.Module):
+    """A layer of which this rank has a part. The parameters of a deep copy know their regions too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CutModule":
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for name, parameter in self.named_parameters(recurse=False):
+            other.get_parameter(name).__dict__.update(parameter.__dict__)  # torch copies a tensor's numbers only
+        return other
+
+
+class ColumnParallelLinear(CutModule):
     """y = x W' + b, of which this rank computes its part of the output features.
 
     A fused layer (`parts`: several outputs in one product, as q, k and v) has its part of each.
@@ -103,7 +116,7 @@ class ColumnParallelLinear(nn.Module):
         return f"{whole}, {sum(self.parts)} outputs on rank {self.group.rank} of {self.group.size}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(CutModule):
     """y = x W' + b, where this rank has its part of the input features; the ranks' outputs are summed."""
 
     def __init__(
@@ -140,7 +153,7 @@ class RowParallelLinear(nn.Module):
         return f"{whole}, {self.weight.shape[1]} inputs on rank {self.group.rank} of {self.group.size}"
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(CutModule):
     """An embedding of which this rank has some rows. Tokens of other ranks' rows give zeros; the sum is the lookup."""
 
     def __init__(

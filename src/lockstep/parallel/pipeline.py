@@ -22,6 +22,7 @@ from lockstep.comm.collectives import all_gather_objects, broadcast
 from lockstep.data.batch import Batch
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.autocast import autocast_dtype
+from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.messages import Post, sum_among
 from lockstep.parallel.passes import Passes
 from lockstep.parallel.schedule import Instruction, pipeline_schedule, placement_of
@@ -66,6 +67,8 @@ class Pipeline:
         broadcast_module(module, self.group)
         self.stage = cut_stage(module, self.placement, self.group, cuts)
         self._shared = self.stage.shared
+        if self.group.size > 1:
+            mark_spread(self.stage.parameters(), "Pipeline")
         self.device = next((p.device for p in self.stage.parameters()), torch.device("cpu"))
         post = Post(lists, self.placement, self.group, self.device)
         self._passes = Passes(self.stage, post, self.placement, self.group.rank, recompute)

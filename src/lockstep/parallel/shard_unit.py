@@ -1,8 +1,9 @@
 """One unit of fully sharded data parallelism: parameters that are all-gathered, released and reduced together.
 
 A parameter has two bodies. The one that the optimizer, `named_parameters()` and everybody outside knows is the
-original `nn.Parameter`, whose data are this rank's piece, 1-D. The one that computes is a whole tensor, put in the
-original's place on the module only while the unit is whole:
+original `nn.Parameter`, whose data are this rank's piece: k elements in a row, with as many dimensions as before (a
+matrix's are 1 x k), so that decay groups by `p.ndim` are what they are in one process. The one that computes is a whole
+tensor, put in the original's place on the module only while the unit is whole:
 
     shard   [ piece of p0 | piece of p1 ]                     always; the pieces are p.data
     whole   [ p0              | p1      | padding ]           while the unit computes; its memory is released in between
@@ -98,7 +99,7 @@ class ShardUnit:
         self.reduce_dtype = placement.reduce_dtype if placement.reduce_dtype is not None and narrow else self.dtype
         self.layout = FlatLayout(self.parameters, 1 if replicated else group.size, self.dtype.itemsize)
         self.pieces: dict[int, Piece] = {piece.index: piece for piece in self.layout.pieces(self.rank)}
-        self.trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
+        self.trainable = self._not_frozen()
         self.device = placement.device
         self.shard = self._make_shard(like.dtype, placement.shard_device)
         self.resident = replicated and (self.dtype, self.device) == (self.shard.dtype, self.shard.device)
@@ -150,8 +151,21 @@ class ShardUnit:
             mine = shard[piece.at] if piece is not None else shard[:0]
             if parameter.device.type == "meta":
                 replace_meta(parameter, mine, self.owners[parameter])
-            parameter.data = mine.view(self.shapes[index]) if self.replicated else mine
+            parameter.data = mine.view(self.shapes[index] if self.replicated else row_shape(self.shapes[index], mine))
         return shard
+
+    def _not_frozen(self) -> list[int]:
+        return [i for i, p in enumerate(self.parameters) if p.requires_grad]
+
+    def follow_freezing(self) -> None:
+        """Train what `requires_grad` says now."""
+        if (now := self._not_frozen()) == self.trainable:
+            return
+        self.trainable = now
+        for body, parameter in zip(self.bodies, self.parameters, strict=True):
+            body.requires_grad_(parameter.requires_grad)
+            if not parameter.requires_grad:
+                parameter.grad = None
 
     def region(self, index: int) -> Region:
         """What this rank holds of a parameter."""
@@ -341,6 +355,12 @@ class ShardUnit:
         self.gradient, self._mean_is_kept, self.reduced = None, False, False
         for body, parameter in zip(self.bodies, self.parameters, strict=True):
             body.grad = parameter.grad = None
+
+
+def row_shape(whole: torch.Size, piece: Tensor) -> tuple[int, ...]:
+    """Of a piece: all its elements in a row, in as many dimensions as the whole has (an empty one has at least 1)."""
+    elements = piece.numel()
+    return (*(1 for _ in whole[:-1]), elements) if len(whole) or elements != 1 else ()
 
 
 def replace_meta(parameter: nn.Parameter, data: Tensor, places: list[Owner]) -> None:

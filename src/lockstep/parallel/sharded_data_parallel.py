@@ -25,6 +25,7 @@ from lockstep.comm.collectives import Pending, new_buffer, reduce_scatter_async
 from lockstep.comm.ledger import about
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.sharded_optimizer import ParameterBucket, ShardedOptimizer
 from lockstep.parallel.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
 
@@ -122,6 +123,7 @@ class ShardedDataParallel(GradientWrapper):
         self._check_parameters()
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
+        mark_spread((p for b in optimizer.buckets for p in b.parameters), self)
         for parameters in optimizer.buckets:
             parameters.refresh()
         self.buckets = self._make_buckets(optimizer.buckets)

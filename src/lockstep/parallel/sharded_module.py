@@ -20,6 +20,7 @@ from lockstep.errors import UserError
 from lockstep.layout.group import Group
 from lockstep.layout.region import Region
 from lockstep.parallel.blocks import ShardBy, chosen_blocks
+from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.shard_unit import Owner, Placement, ShardUnit
 from lockstep.parallel.wrapper import GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
 
@@ -72,6 +73,8 @@ class ShardedModule(GradientWrapper):
         self.blocks: list[Block] = []
         self.rest: list[ShardUnit] = []
         self._make_units(shard, initialize or reset_parameters)
+        if group.size > 1:
+            mark_spread((p for unit in self.units() for p in unit.parameters), "FullyShardedDataParallel", True)
         for submodule in module.modules():
             self._give_buffers(submodule)
         broadcast_buffers(module, group)

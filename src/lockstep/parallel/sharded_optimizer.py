@@ -30,9 +30,9 @@ from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, assign_buckets
 from lockstep.parallel.flat import FlatLayout, Piece
+from lockstep.parallel.guards import WHOLE_TENSOR_OPTIMIZERS
 
 MIB = 1024 * 1024
-WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 
 
 class ParameterBucket:

@@ -35,6 +35,7 @@ from lockstep.models.lora import LoRALinear
 from lockstep.models.replace import replace_module
 from lockstep.parallel.cuts import even_cut
 from lockstep.parallel.exchange import split_to_ranks, summed
+from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.own_numbers import OwnNumbers, draws_numbers
 from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, Tied, VocabParallelEmbedding
 from lockstep.parallel.parallel_products import SEQUENCE
@@ -90,6 +91,7 @@ def cut_as_planned(
                 raise UserError(f"{name} cannot be {kind}-parallel on {group.size} ranks: {error}") from None
             cut[part].train(part.training)
         replace_module(module, name, cut[part])
+    mark_spread(tied.values(), "tensor_parallel")
     if sequence_parallel:
         sum_gradients_of_whole(module, {inner for part in cut.values() for inner in part.modules()}, group)
     if numbers is not None:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Parallel
-from lockstep.layout import Held, Region
-from lockstep.layout.region import region_of
+from lockstep.layout import Held
 from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
+from lockstep.parallel.holding import owned_pieces
 from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
-from lockstep.parallel.sharded_optimizer import OwnedPiece, ShardedOptimizer
+from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes, gather_factor, padded
@@ -87,12 +87,7 @@ class ShardedState(Engine):
             bucket.refresh()
 
     def trained(self) -> dict[str, Held]:
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        return {
-            names[owned.parameter]: Held(owned.shard, owned_region(owned))
-            for owned in self.optimizer.owned()
-            if owned.parameter in names
-        }
+        return owned_pieces(self.model, self.optimizer)
 
     def gathers_for(self, module: nn.Module) -> set[str]:
         wanted, buckets = set(module.parameters()), self.optimizer.buckets
@@ -107,8 +102,3 @@ class ShardedState(Engine):
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer.inner
-
-
-def owned_region(owned: OwnedPiece) -> Region:
-    """What a piece of a flat bucket is of the model's own tensor."""
-    return region_of(owned.parameter).part(owned.piece.inside.start, owned.piece.inside.stop)

@@ -14,6 +14,7 @@ squares (8 bytes) where ranks hold parts.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from lockstep.comm.ledger import Ledger, recording
 from lockstep.data import Batch
 from lockstep.models.loss import with_correct_count
 from lockstep.parallel.context import shard_sequence
+from lockstep.parallel.gradient_norm import Gradients
 from lockstep.parallel.schedule import Instruction, one_stage
 from lockstep.strategies.compiling import compiled
 from lockstep.strategies.engine import Engine
-from lockstep.strategies.gradients import Gradients
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.step import Phases, StepResult, Totals
 
@@ -64,8 +65,12 @@ class Worker:
         """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
         self.save_requested = False
         """Likewise for a checkpoint, once."""
-        self.gradients = Gradients(engine)
         self._fused: bool | None = None  # whether all ranks' optimizers are; asked at the first step
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """What the optimizer steps with; asked for by all ranks at their first step."""
+        return Gradients(self.engine.trained(), self.layout.norm, self.device)
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step. `batch` is this rank's share of the global batch."""
