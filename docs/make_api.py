@@ -31,7 +31,7 @@ two ranks. Written by `python docs/make_api.py` from the docstrings.
 COMM = """## Collectives: `lockstep.comm`
 
 Names and meanings are those of torch.distributed. Each works in a world of one process as well, and is counted by the
-ledger under its `purpose`. `all_reduce_async(...)` and the like return at once with a `Pending`: call its `wait()` before
+ledger under its `purpose`. `all_reduce_async(...)` and the like return at once with a `Pending`: `wait()` before
 touching the tensors. Roots and peers are ranks of the group.
 
 ```python
