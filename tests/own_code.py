@@ -37,7 +37,7 @@ def samples(count: int = 90) -> tuple[Tensor, Tensor]:
 
 class Pair(Net):
     def forward(self, x: Tensor) -> Any:
-        return super().forward(x), x
+        return {"scores": super().forward(x), "inputs": x}
 
 
 def arrays(count: int = 90) -> Any:

@@ -202,10 +202,10 @@ def test_commands_take_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
             "--train.loss tests.own_code:per_sample",
             "must return one number",
         ),
-        ("--data.import tests.own_code:samples", "training set must be two tensors"),
+        ("--data.import tests.own_code:samples", "training set must be (inputs, targets)"),
         (
             "--model.import tests.own_code:Pair --data.import tests.own_code:tensors",
-            "gives a tuple, and must give one tensor",
+            "gives a dict, and must give a tensor",
         ),
         (
             "--model.import tests.own_code:Net --data.import tests.own_code:in_dicts",

@@ -19,7 +19,7 @@ from lockstep.chaos.faults import SAVING
 from lockstep.checkpoint import checkpoints, manifest
 from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import Config
-from lockstep.data import Batch
+from lockstep.data import Batch, mapped
 from lockstep.layout.world import World
 from lockstep.strategies import ParallelModel, StepResult
 from lockstep.training.loop import train_in_folder
@@ -86,7 +86,8 @@ def _slow(strategy: ParallelModel, batch: Batch) -> Batch:
 
 
 def _nan(_: ParallelModel, batch: Batch) -> Batch:
-    return Batch(batch.inputs * float("nan"), batch.targets, batch.filler)
+    spoilt = mapped(batch.inputs, lambda t: t * float("nan") if t.is_floating_point() else t)
+    return Batch(spoilt, batch.targets, batch.filler)
 
 
 STEPS: dict[str, Callable[[ParallelModel, Batch], Batch]] = {

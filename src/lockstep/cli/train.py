@@ -144,11 +144,13 @@ def beside_the_plan(result: TrainResult, plan: Plan) -> list[str]:
 def summary(result: TrainResult, taken: str) -> list[str]:
     """What was reached, how fast, where the time went, and where everything is."""
     lines = []
+    reached = f"reached: train loss {result.loss:.4f}"
     if isfinite(result.test_loss):
         loss, step = result.best or (result.test_loss, result.steps)
         at = "" if loss >= result.test_loss else f"; the lowest was {loss:.4f}, at step {step:,}"
-        train = f"train loss {result.loss:.4f}, " if isfinite(result.loss) else ""
-        lines.append(f"reached: {train}test loss {result.test_loss:.4f}{at}")
+        reached += f", test loss {result.test_loss:.4f}{at}"
+    if result.steps > result.resumed_at:
+        lines.append(reached)
     if result.gave_up:
         lines.append("stopped early: train.patience evaluations in a row have found no lower test loss")
     split = result.spent.split()

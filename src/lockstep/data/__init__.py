@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 
 from lockstep.config import GPT, HF, Config
-from lockstep.data.batch import IGNORED, Batch, Share, shard_batch
+from lockstep.data.batch import IGNORED, Batch, Inputs, Share, called_with, mapped, shard_batch, tensors_in
 from lockstep.data.cifar10 import load_cifar10
 from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, Windows
 from lockstep.data.digits import load_digits
 from lockstep.data.images import ImageFolder, augmented, load_imagefolder
 from lockstep.data.mnist import load_mnist
-from lockstep.data.own import Mapped, Streamed, first_of, load_own
+from lockstep.data.own import Mapped, Streamed, collated, first_of, load_own
 from lockstep.data.reading import Reader
 from lockstep.data.sampler import Sampler, read_share
 from lockstep.data.synthetic import make_synthetic
@@ -95,6 +95,7 @@ __all__ = [
     "DataSet",
     "DataSpec",
     "ImageFolder",
+    "Inputs",
     "Mapped",
     "MappedTokens",
     "Reader",
@@ -105,8 +106,12 @@ __all__ = [
     "Streamed",
     "Windows",
     "build_data",
+    "called_with",
+    "collated",
     "first_of",
     "make_synthetic",
+    "mapped",
     "read_share",
     "shard_batch",
+    "tensors_in",
 ]

@@ -1,14 +1,18 @@
 """A batch, and how a global batch is cut into the ranks' shares and a share into micro-batches."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import UserError
 
 T = TypeVar("T")
+
+Inputs = Any
+"""What a model is called with: a tensor, or a nest of tuples, lists and dicts of tensors; rows are samples in each."""
 
 IGNORED = -100
 """A target that counts nowhere: padding of a token sequence (the value cross_entropy ignores)."""
@@ -37,6 +41,39 @@ class Share:
         return (slice(0, 1), True) if rows.start == rows.stop else (rows, False)
 
 
+# ---- inputs: one tensor, or several --------------------------------------------------------------------------------
+
+
+def mapped(nest: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The nest with every tensor changed; what is no tensor (a flag, a name) stays as it is."""
+    if isinstance(nest, Tensor):
+        return change(nest)
+    if isinstance(nest, dict):
+        return {key: mapped(value, change) for key, value in nest.items()}
+    if isinstance(nest, tuple | list):
+        parts = [mapped(value, change) for value in nest]
+        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)  # a named tuple, or plain
+    return nest
+
+
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """From the first to the last."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, dict | tuple | list):
+        for value in nest.values() if isinstance(nest, dict) else nest:
+            yield from tensors_in(value)
+
+
+def called_with(module: nn.Module | Callable[..., Any], inputs: Inputs) -> Any:
+    """`module(inputs)`; of a tuple or a list `module(*inputs)`, of a dict `module(**inputs)`."""
+    if isinstance(inputs, dict):
+        return module(**inputs)
+    if isinstance(inputs, tuple | list):
+        return module(*inputs)
+    return module(inputs)
+
+
 @dataclass
 class Batch:
     """Inputs and targets, first dimension = samples.
@@ -45,12 +82,12 @@ class Batch:
     real sample whose loss counts zero.
     """
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     filler: bool = False
 
     def __len__(self) -> int:
-        return self.inputs.shape[0]
+        return len(self.targets)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Batch":
         """Move to `device`; floating-point tensors also to `dtype`."""
@@ -60,19 +97,20 @@ class Batch:
                 t = t.pin_memory()  # else the host would wait until the copy is done
             return t.to(device, dtype if t.is_floating_point() else None, non_blocking=True)
 
-        return Batch(move(self.inputs), move(self.targets), self.filler)
+        return replace(self, inputs=mapped(self.inputs, move), targets=move(self.targets))
 
     def share(self, share: Share) -> "Batch":
         """This share's samples; one filler sample if it has none."""
         rows, filler = share.rows_or_filler(len(self))
-        return Batch(self.inputs[rows], self.targets[rows], self.filler or filler)
+        inputs = mapped(self.inputs, lambda t: t[rows] if t.dim() else t)
+        return replace(self, inputs=inputs, targets=self.targets[rows], filler=self.filler or filler)
 
     def micro_batches(self, count: int) -> list["Batch"]:
         """Exactly `count` micro-batches on every rank, so that all ranks issue the same collectives."""
         return [self.share(Share(i, count)) for i in range(count)]
 
-    def target_count(self) -> int | Tensor:
-        """How many targets the mean loss is taken over: samples, or tokens that are not padding.
+    def target_count(self, ignored: int = IGNORED) -> int | Tensor:
+        """How many targets the mean loss is taken over: samples, or tokens that are not `ignored` (padding).
 
         Tokens are counted where they are, and the count stays there: reading it would make the host wait for a GPU.
         """
@@ -80,7 +118,7 @@ class Batch:
             return 0
         if self.targets.is_floating_point():
             return len(self)
-        return (self.targets != IGNORED).sum()
+        return (self.targets != ignored).sum()
 
 
 def shard_batch(batch: T, rank: int, world_size: int) -> T:
@@ -93,17 +131,16 @@ def shard_batch(batch: T, rank: int, world_size: int) -> T:
     """
     share = Share(rank, world_size)
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[share.of(value.shape[0])]
-        if isinstance(value, Batch):
-            return value.share(share)
-        if isinstance(value, dict):
-            return {k: cut(v) for k, v in value.items()}
-        if isinstance(value, tuple | list):
-            parts = [cut(v) for v in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple, or plain
-        raise UserError(f"shard_batch cuts tensors and nests of them, but was given a {type(value).__name__}")
-
-    result: T = cut(batch)
+    found: Any = batch
+    if isinstance(found, Batch):
+        result: T = found.share(share)  # type: ignore[assignment]
+        return result
+    lengths = sorted({len(t) for t in tensors_in(batch) if t.dim()})
+    if not lengths:
+        raise UserError(f"shard_batch cuts tensors and nests of them, but was given a {type(batch).__name__}")
+    if len(lengths) > 1:
+        raise UserError(
+            f"shard_batch cuts the rows of a batch, and was given tensors of {' and '.join(map(str, lengths))} rows"
+        )
+    result = mapped(batch, lambda t: t[share.of(len(t))] if t.dim() else t)
     return result

@@ -1,12 +1,12 @@
 """What every data set is: two splits of samples in memory, and a description that models are built from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from lockstep.data.batch import Batch
+from lockstep.data.batch import Batch, Inputs, mapped
 
 Kind = Literal["images", "tokens", "regression", "other"]
 
@@ -20,6 +20,17 @@ class DataSpec:
     """Of one input: (channels, height, width), (tokens,) or (features,)."""
     classes: int
     """Classes, size of the vocabulary, or outputs of the regression."""
+    seen: int | None = None
+    """Where `classes` is what the config says: the classes that the first samples show."""
+    example: Inputs = field(default=None, compare=False, repr=False)
+    """Inputs of one sample, as a batch, where `shape` does not say it all: of a user's data."""
+
+    def inputs(self, samples: int, device: torch.device | str = "cpu") -> Inputs:
+        """For trying out a model: zeros, or so many of the example."""
+        if self.example is None:
+            dtype = torch.int64 if self.kind == "tokens" else None
+            return torch.zeros((samples, *self.shape), dtype=dtype, device=device)
+        return mapped(self.example, lambda t: t.expand(samples, *t.shape[1:]).to(device) if t.dim() else t.to(device))
 
 
 class Split(Protocol):
@@ -31,18 +42,23 @@ class Split(Protocol):
 
 @dataclass
 class Samples:
-    """A split held as two tensors. uint8 inputs are pixels and become floats in [0, 1], per batch."""
+    """A split held in memory: inputs, one tensor or several, and targets."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
 
     def __len__(self) -> int:
-        return self.inputs.shape[0]
+        return len(self.targets)
 
     def batch(self, indices: Tensor) -> Batch:
-        indices = indices.to(self.inputs.device, non_blocking=True)
-        inputs, targets = self.inputs[indices], self.targets[indices]
-        return Batch(inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs, targets)
+        indices = indices.to(self.targets.device, non_blocking=True)
+        inputs = mapped(self.inputs, lambda t: t[indices] if t.dim() else t)
+        return Batch(from_pixels(inputs), self.targets[indices])
+
+
+def from_pixels(inputs: Inputs) -> Inputs:
+    """uint8 images are pixels and become floats in [0, 1]; several inputs stay as they are."""
+    return inputs.float() / 255 if isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 else inputs
 
 
 @dataclass

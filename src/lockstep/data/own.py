@@ -1,8 +1,10 @@
 """Data of the user's own: a function that returns a training and a test set, each of them
 
-two tensors               inputs and targets, first dimension = samples
+(inputs, targets)         tensors, first dimension = samples
 a Dataset                 samples by number: dataset[i] is (input, target)
-an IterableDataset        a stream of (input, target), read from its beginning (the training set only)
+an IterableDataset        a stream of (input, target), read from its beginning
+
+Inputs are a tensor, for `model(inputs)`; a tuple of them, for `model(*inputs)`; or a dict, for `model(**inputs)`.
 """
 
 from collections.abc import Iterator
@@ -17,8 +19,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import Data
 from lockstep.config.own import called, where_and_what
-from lockstep.data.batch import Batch
-from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split
+from lockstep.data.batch import Batch, tensors_in
+from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, from_pixels
 from lockstep.errors import UserError
 
 
@@ -42,6 +44,12 @@ class Streamed:
 
     stream: Any
     name: str
+
+    def batches(self, size: int) -> Iterator[list[Any]]:
+        """All of it, once."""
+        samples = iter(self.stream)
+        while batch := list(islice(samples, size)):
+            yield batch
 
     def samples(self) -> Iterator[Any]:
         """All of them, again and again. A stream that has `set_epoch` is told how often it has been read."""
@@ -80,11 +88,16 @@ def collated(samples: list[Any], name: str) -> Batch:
         inputs, targets = default_collate(samples)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{name}: samples must be (input, target) of one shape: {where_and_what(error)}") from None
-    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
-        raise UserError(f"{name}: an input and a target must be tensors or numbers, not {type(inputs).__name__}")
+    if not isinstance(targets, Tensor):
+        raise UserError(f"{name}: a target must be a tensor or a number, not a {type(samples[0][1]).__name__}")
+    if not any(t.dim() for t in tensors_in(inputs)):
+        raise UserError(
+            f"{name}: an input must be a tensor, a number, or a tuple or dict of them, not a "
+            f"{type(samples[0][0]).__name__}"
+        )
     if targets.dtype == torch.float64:  # what Python's own numbers become
         targets = targets.float()
-    return Batch(inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs, targets)
+    return Batch(from_pixels(inputs), targets)
 
 
 def load_own(data: Data) -> DataSet:
@@ -97,8 +110,6 @@ def load_own(data: Data) -> DataSet:
             f"data.import {name} must return a training and a test set, and has returned {type(found).__name__}"
         )
     train, test = (split_of(part, f"data.import {name}, {which} set") for part, which in zip(found, KINDS, strict=True))
-    if isinstance(test, Streamed):
-        raise UserError(f"data.import {name}: the test set is a stream; give a Dataset or tensors, which have a length")
     spec = spec_of(train, data.classes)
     if isinstance(test, Samples) and not test.targets.is_floating_point() and isinstance(train, Samples):
         spec = replace(spec, classes=max(spec.classes, int(test.targets.max()) + 1))
@@ -109,40 +120,61 @@ KINDS = ("training", "test")
 
 
 def split_of(given: Any, name: str) -> Split:
-    if isinstance(given, tuple | list) and len(given) == 2:
-        given = tuple(torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in given)
-    if isinstance(given, tuple | list) and len(given) == 2 and all(isinstance(t, Tensor) for t in given):
-        inputs, targets = given
-        if len(inputs) != len(targets):
-            raise UserError(f"{name}: {len(inputs):,} inputs and {len(targets):,} targets do not fit together")
-        return Samples(inputs, targets)
+    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Tensor | np.ndarray):
+        inputs, targets = (as_tensors(part) for part in given)
+        lengths = {len(t) for t in tensors_in(inputs) if t.dim()}
+        if lengths:
+            if lengths != {len(targets)}:
+                rows = " and ".join(f"{length:,}" for length in sorted(lengths))
+                raise UserError(f"{name}: {rows} inputs and {len(targets):,} targets do not fit together")
+            return Samples(inputs, targets)
     if isinstance(given, IterableDataset):
         return Streamed(given, name)
     if hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, Tensor | str | dict):
         if len(given) == 0:
             raise UserError(f"{name} is empty")
         return Mapped(given, name)
-    raise UserError(f"{name} must be two tensors, a Dataset or an IterableDataset, and is a {type(given).__name__}")
+    raise UserError(
+        f"{name} must be (inputs, targets), a Dataset or an IterableDataset, and is a {type(given).__name__}"
+    )
+
+
+def as_tensors(given: Any) -> Any:
+    """NumPy's arrays, alone or in a nest, as tensors."""
+    if isinstance(given, np.ndarray):
+        return torch.from_numpy(given)
+    if isinstance(given, dict):
+        return {key: as_tensors(value) for key, value in given.items()}
+    return tuple(as_tensors(value) for value in given) if isinstance(given, tuple | list) else given
 
 
 def first_of(split: Split) -> Batch:
     """A batch of its first sample."""
-    first = torch.zeros(1, dtype=torch.long)
-    return split.head(1).batch(first) if isinstance(split, Streamed) else split.batch(first)
+    return head_of(split, 1)
+
+
+def head_of(split: Split, count: int) -> Batch:
+    """A batch of its first samples."""
+    found = split.head(count) if isinstance(split, Streamed) else split
+    return found.batch(torch.arange(min(count, len(found))))
 
 
 def spec_of(train: Split, classes: int) -> DataSpec:
     """What one sample looks like, by the first one. `classes`: where nothing says how many there are."""
     batch = first_of(train)
-    inputs, targets = batch.inputs[0], batch.targets[0]
+    inputs, targets = next(t for t in tensors_in(batch.inputs) if t.dim())[0], batch.targets[0]
+    shape = tuple(inputs.shape)
     if targets.is_floating_point():
-        return DataSpec("regression", tuple(inputs.shape), targets.numel())
+        return DataSpec("regression", shape, targets.numel(), example=batch.inputs)
+    seen = None
     named = getattr(getattr(train, "dataset", None), "classes", None)  # as torchvision's have
     if isinstance(train, Samples):
         classes = int(train.targets.max()) + 1
     elif named is not None:
         classes = named if isinstance(named, int) else len(named)
+    else:
+        seen = int(head_of(train, 64).targets.max()) + 1
     kind: Kind = "images" if inputs.dim() == 3 else "other"
     if not inputs.is_floating_point() and inputs.shape == targets.shape:
         kind = "tokens"
-    return DataSpec(kind, tuple(inputs.shape), classes)
+    return DataSpec(kind, shape, classes, seen, batch.inputs)

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import torch
-
 from lockstep.config import Config
-from lockstep.data import Batch, DataSpec, Share
+from lockstep.data import Batch, DataSpec, Share, tensors_in
 from lockstep.models import on_meta
 from lockstep.models.loss import loss_for
 from lockstep.strategies import STRATEGIES, degrees_of, strategy_named
@@ -41,8 +39,8 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
     parallel, compute = config.parallel, COMPUTE_DTYPES.get(train.precision)
     degrees = degrees_of(parallel, ranks)
     rows = Share(0, degrees.replicate * degrees.shard).of(train.batch_size)
-    inputs = torch.empty((rows.stop - rows.start, *spec.shape), dtype=torch.int64 if spec.kind == "tokens" else None)
-    batch = Batch(inputs, inputs)
-    loss = loss_for(spec.kind, train.loss)
+    inputs = spec.inputs(rows.stop - rows.start)
+    batch = Batch(inputs, next(t for t in tensors_in(inputs) if t.dim()))
+    loss = loss_for(spec.kind, train.loss, spec.classes)
     found = traffic_by_axis(model, FirstRank(degrees), parallel, loss, batch, train.accumulation, compute=compute)
     return added(found.values())

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep.data.batch import called_with
 from lockstep.data.dataset import DataSpec
 
 SAMPLES = 2
@@ -13,10 +14,9 @@ SAMPLES = 2
 
 
 def try_out(model: nn.Module, spec: DataSpec, device: str) -> Any:
-    """The outputs for some samples of zeros, on a device where the model lies."""
-    dtype = torch.int64 if spec.kind == "tokens" else None
+    """The outputs for some samples, on a device where the model lies."""
     with torch.no_grad(), torch.device(device):
-        return model(torch.zeros((SAMPLES, *spec.shape), dtype=dtype))
+        return called_with(model, spec.inputs(SAMPLES, device))
 
 
 def forward_flops(model: nn.Module, spec: DataSpec) -> int:

@@ -10,6 +10,7 @@ from lockstep.config.own import called, where_and_what
 from lockstep.data.dataset import DataSpec
 from lockstep.errors import UserError
 from lockstep.models.flops import try_out
+from lockstep.models.loss import logits_of
 
 
 def own_model(config: schema.Own) -> nn.Module:
@@ -40,21 +41,31 @@ def outputs_of(config: schema.Own, spec: DataSpec) -> Any:
 
 def check_outputs(config: schema.Own, spec: DataSpec, own_loss: str | None) -> None:
     """Refuse an imported model whose outputs do not fit the data's targets, where no loss of the user's own does."""
-    outputs = outputs_of(config, spec)
-    if not isinstance(outputs, Tensor):
-        raise UserError(
-            f"model.import {config.import_} gives a {type(outputs).__name__}, and must give one tensor, its outputs"
-        )
+    given = outputs_of(config, spec)
     if own_loss is not None:
         return
+    outputs = logits_of(given)
+    if not isinstance(outputs, Tensor):
+        raise UserError(
+            f"model.import {config.import_} gives a {type(given).__name__}, and must give a tensor, its outputs, or "
+            f"something with them as .logits; or give --train.loss, which is called with what the model gives"
+        )
     if spec.kind == "regression":
         if outputs[0].numel() != spec.classes:
             raise UserError(
                 f"model.import {config.import_} gives {outputs[0].numel()} numbers for a sample, and the data has "
                 f"{spec.classes}; make them alike, or give --train.loss"
             )
-    elif outputs.dim() < 2 or outputs.shape[-1] < spec.classes:
+        return
+    classes = spec.classes if spec.seen is None else spec.seen
+    last, second = outputs.shape[-1] >= classes, outputs.dim() > 2 and outputs.shape[1] >= classes
+    if outputs.dim() > 3 and len(set(outputs.shape[1:])) == 1:
+        raise UserError(
+            f"model.import {config.import_} gives outputs of shape {tuple(outputs.shape[1:])} for one sample, in which "
+            f"classes may be the first size or the last; give --train.loss, which knows"
+        )
+    if outputs.dim() < 2 or not (last or second):
         raise UserError(
             f"model.import {config.import_} gives outputs of shape {tuple(outputs.shape[1:])} for one sample, and "
-            f"the data has {spec.classes} classes; the last size must be at least that, or give --train.loss"
+            f"the data has {classes} classes; the last size (or the first) must be that, or give --train.loss"
         )

@@ -1,8 +1,9 @@
 """What cannot be cut as asked for, refused before any rank starts."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config import Parallel
+from lockstep.data import Inputs
 from lockstep.errors import UserError
 from lockstep.parallel.schedule import check_schedule
 from lockstep.parallel.stage import layers_of
@@ -12,6 +13,16 @@ from lockstep.strategies.native_pipeline import check_native_pipeline
 from lockstep.strategies.native_tensor import check_native_tensor
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
 from lockstep.strategies.tensor import check_tensor
+
+
+def check_inputs(inputs: Inputs, parallel: Parallel) -> None:
+    """A pipeline sends one tensor to its first stage, and context parallelism cuts one along its positions."""
+    for axis, degree in (("pp", parallel.pp), ("cp", parallel.cp)):
+        if degree > 1 and inputs is not None and not isinstance(inputs, Tensor):
+            raise UserError(
+                f"parallel.{axis} is {degree}, and the model is given several inputs, where {axis} takes one; "
+                f"use a data engine or parallel.tp"
+            )
 
 
 def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:

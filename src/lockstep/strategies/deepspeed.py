@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.observe import note_calls
 from lockstep.config import Parallel
+from lockstep.data import Inputs, called_with, mapped, tensors_in
 from lockstep.errors import UserError
 from lockstep.layout import Held, Layout, Region
 from lockstep.parallel.wrapper import broadcast_buffers, broadcast_module
@@ -24,7 +25,7 @@ from lockstep.strategies.deepspeed_settings import deepspeed_settings
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.options import Options
-from lockstep.strategies.state import first_names, wanted_leaves
+from lockstep.strategies.state import first_names, persistent, wanted_leaves
 from lockstep.strategies.step import Totals
 from lockstep.strategies.worker import Worker
 
@@ -116,13 +117,13 @@ class DeepSpeed(Engine):
     def zero_gradients(self) -> None:
         """The engine drops them after each step."""
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Inputs) -> Any:
         dtype = self.options.compute_dtype
-        if dtype is not None and inputs.is_floating_point():
-            inputs = inputs.to(dtype)
-        outputs: Tensor = self.engine(inputs)
+        if dtype is not None:
+            inputs = mapped(inputs, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        outputs = called_with(self.engine, inputs)
         # The engine scales an fp16 loss, and the scale must come before anything is rounded to fp16.
-        return outputs.float() if dtype == torch.float16 else outputs
+        return outputs.float() if dtype == torch.float16 and isinstance(outputs, Tensor) else outputs
 
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
@@ -180,7 +181,7 @@ class DeepSpeedWorker(Worker):
         self.loss_scale = None  # fp16's is DeepSpeed's own
         self._micro_batch = 0
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Inputs) -> Any:
         return self.engine.predict(inputs)
 
     def backward(self, loss: Tensor) -> None:
@@ -240,7 +241,10 @@ class DeepSpeedState:
         for group in engine.optimizer.param_groups:
             group["lr"] = 0.0
         for _ in range(self.options.accumulation):
-            engine.engine.backward(0 * engine.predict(example.to(self.world.device)).sum(), scale_wrt_gas=False)
+            outputs = engine.predict(mapped(example, lambda t: t.to(self.world.device)))
+            engine.engine.backward(
+                0 * next(t for t in tensors_in(outputs) if t.requires_grad).sum(), scale_wrt_gas=False
+            )
             engine.engine.step()
         for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -264,7 +268,9 @@ class DeepSpeedState:
             if keep:
                 leaves |= {n: t.detach().to("cpu", copy=True) for n, t in found.items() if t is not None}
         if keep:
-            leaves |= {f"model.{name}": buffer.detach().clone() for name, buffer in engine.model.named_buffers()}
+            saved = persistent(engine.model)
+            named = engine.model.named_buffers()
+            leaves |= {f"model.{name}": buffer.detach().clone() for name, buffer in named if name in saved}
         return leaves
 
     def _inner_state(self) -> tuple[Tensor | None, list[str]]:

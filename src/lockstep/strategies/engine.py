@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Parallel
+from lockstep.data import Inputs, called_with
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held, Layout
 from lockstep.layout.region import region_of
@@ -177,10 +178,9 @@ class Engine(ABC):
         """Whether all ranks may take the step. Averaged gradients are finite on all ranks or on none."""
         return finite
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Inputs) -> Any:
         """Forward without training: past a wrapper that only deals with gradients."""
-        outputs: Tensor = self.model(inputs)
-        return outputs
+        return called_with(self.model, inputs)
 
     # ---- what this rank holds ----------------------------------------------------------------------------------
 

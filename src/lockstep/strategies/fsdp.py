@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.config import Parallel
 from lockstep.config.schema import Sharding
+from lockstep.data import Inputs
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held
 from lockstep.layout.region import Region, is_dtensor, region_of
@@ -152,7 +153,7 @@ class FSDP(Engine):
         start, stop = (min(cut.held_shape[0], rows * r) for r in (group.rank, group.rank + 1))
         return cut.within(Region.slice(cut.held_shape, 0, (start, stop)))
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Inputs) -> Any:
         """Without a backward nobody reshards what forward has gathered, and state is read from sharded parameters."""
         outputs = super().predict(inputs)
         for _, module in sharded_modules(self.model):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Parallel
+from lockstep.data import Inputs, called_with
 from lockstep.layout import Held
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.fully_sharded import FullyShardedDataParallel
@@ -90,9 +91,8 @@ class FullySharded(Engine):
     def finish_gradients(self) -> None:
         self.module.finish_gradient_synchronization()
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.module(inputs)
-        return outputs
+    def predict(self, inputs: Inputs) -> Any:
+        return called_with(self.module, inputs)
 
     def held(self) -> dict[str, Held]:
         return {name: Held(parameter, region) for name, parameter, region in self.module.held()}

@@ -1,7 +1,7 @@
 """Which rank and parameter a step failed on."""
 
 from lockstep.comm.collectives import all_gather_objects
-from lockstep.data import Batch
+from lockstep.data import Batch, tensors_in
 from lockstep.layout.region import local
 from lockstep.strategies.parallel_model import ParallelModel
 
@@ -18,7 +18,7 @@ def locate_nonfinite(strategy: ParallelModel, batch: Batch) -> str:
     tensors = [("weight", name, local(p)) for name, p in strategy.model.named_parameters()]
     tensors += [("gradient of", name, gradient) for name, gradient in engine.own_gradients() if gradient is not None]
     found = [f"{what} {name}" for what, name, tensor in tensors if not bool(tensor.isfinite().all())]
-    inputs_bad = batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all())
+    inputs_bad = any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors_in(batch.inputs))
     engine.zero_gradients()
     mine = ["its inputs"] * inputs_bad + found + ["its loss"] * (loss_is_bad and not found and not inputs_bad)
     totals.pending.wait()

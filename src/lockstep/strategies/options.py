@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config import Parallel
+from lockstep.data import Inputs
 from lockstep.models.loss import LossSum
 from lockstep.parallel.recompute import Recompute
 
@@ -36,7 +37,7 @@ class Options:
     recompute_every: int = 2
     batch_size: int | None = None
     """Of the global batch, where it is known beforehand."""
-    example: Tensor | None = None
+    example: Inputs = None
     """A batch of one sample's inputs, for an engine that must have computed before it can load."""
     save_trained_only: bool = False
     """Checkpoints leave out what is frozen: the model that adapters were put on is somewhere else already."""

@@ -113,7 +113,7 @@ class ParallelModel:
             return torch.zeros(3, dtype=torch.float64, device=self.world.device)
         with self.worker.precision():
             loss_sum, correct = self.worker.measure(outputs, batch.targets)
-        count = torch.as_tensor(batch.target_count(), device=loss_sum.device)
+        count = torch.as_tensor(batch.target_count(self.worker.ignored), device=loss_sum.device)
         sums = torch.stack((loss_sum.double(), correct.double(), count.double()))
         return torch.zeros_like(sums) if batch.filler else sums
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.config import Parallel
-from lockstep.data import Batch
+from lockstep.data import Batch, tensors_in
 from lockstep.layout import Degrees, Group, Layout
 from lockstep.models.loss import LossSum
 from lockstep.parallel.schedule import Placement
@@ -55,8 +55,9 @@ def traffic_by_axis(
         return {"data": None}  # what is gathered and reduced depends on how forwards and backwards follow each other
     if compute is not None and max(pp.size, tp.size, cp.size) > 1:
         return {**found, "pp": None, "cp": None, "tp": None}  # activations are in several dtypes
-    positions = batch.inputs.shape[1] // cp.size if cp.size > 1 or batch.inputs.dim() == 2 else 1
-    if not batch.inputs.is_floating_point():
+    inputs = next(t for t in tensors_in(batch.inputs) if t.dim())
+    positions = inputs.shape[1] // cp.size if cp.size > 1 or inputs.dim() == 2 else 1
+    if not inputs.is_floating_point():
         rows = [(len(m), len(m) * positions) for m in micro_batches]
     else:
         rows = [(len(m), len(m)) for m in micro_batches]

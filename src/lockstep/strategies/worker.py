@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lockstep.comm.collectives import Pending, all_gather_objects, all_reduce_async
 from lockstep.comm.ledger import Ledger, recording
-from lockstep.data import Batch
-from lockstep.models.loss import with_correct_count
+from lockstep.data import Batch, Inputs, called_with
+from lockstep.models.loss import ignored_index, with_correct_count
 from lockstep.parallel.context import shard_sequence
 from lockstep.parallel.gradient_norm import Gradients
 from lockstep.parallel.schedule import Instruction, one_stage
@@ -60,6 +60,7 @@ class Worker:
         self.device = self.layout.world.device
         self.ledger, self.phases = Ledger(self.device), Phases(self.device)
         self.measure = engine.measure or compiled(with_correct_count(self.options.loss), self.options)
+        self.ignored = ignored_index(self.options.loss)
         self.loss_scale = LossScale() if self.options.precision == "fp16" else None
         self.stop_requested = False
         """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
@@ -108,7 +109,9 @@ class Worker:
         self.engine.zero_gradients()
         counts = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.tells_counts:
-            counts[0].fill_(batch.target_count())  # counts[0] = ... would copy from the host, and wait for the device
+            counts[0].fill_(
+                batch.target_count(self.ignored)
+            )  # counts[0] = ... would copy from the host, and wait for the device
         counts[1].fill_(float(self.stop_requested))
         counts[2].fill_(float(self.save_requested))
         self.save_requested = False
@@ -165,14 +168,13 @@ class Worker:
         loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
-    def predict(self, inputs: Tensor) -> Tensor | None:
+    def predict(self, inputs: Inputs) -> Any:
         """Forward without training; None where another rank has the outputs."""
         with self.engine.around_attention():
             return self.engine.predict(inputs)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.engine.module(inputs)
-        return outputs
+    def forward(self, inputs: Inputs) -> Any:
+        return called_with(self.engine.module, inputs)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -182,7 +182,7 @@ class Run:
             steps=self.steps_done,
             total_steps=self.total_steps,
             resumed_at=self.resumed_at,
-            loss=logged[-1] if logged else nan,
+            loss=logged[-1] if logged else self.tell.last_loss,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
             seconds=time.perf_counter() - start,

@@ -24,6 +24,7 @@ from lockstep.models.deferred import Deferred, seeded
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
 from lockstep.strategies import Options, ParallelModel, make_layout, parallelize
+from lockstep.strategies.combining import check_inputs
 from lockstep.strategies.options import COMPUTE_DTYPES
 from lockstep.training.optimizer import optimizer_factory
 
@@ -31,7 +32,7 @@ from lockstep.training.optimizer import optimizer_factory
 def options_for(config: Config, dataset: DataSet) -> Options:
     train = config.train
     return Options(
-        loss=loss_for(dataset.spec.kind, train.loss),
+        loss=loss_for(dataset.spec.kind, train.loss, dataset.spec.classes),
         make_optimizer=optimizer_factory(train),
         parallel=config.parallel,
         accumulation=train.accumulation,
@@ -127,6 +128,7 @@ def check_device(world: World, config: Config) -> None:
 def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.Module | None = None) -> ParallelModel:
     """The model of the config (a copy of `plain` with what was asked for), spread as the config says."""
     check_device(world, config)
+    check_inputs(dataset.spec.example, config.parallel)
     if isinstance(config.model, Own):
         check_outputs(config.model, dataset.spec, config.train.loss)
     # A CPU without units for bf16 computes all the same; torch tells of it with pages of its own frames.

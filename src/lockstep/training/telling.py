@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from math import isnan, nan
 from typing import Any
 
 from rich.console import Console
@@ -52,11 +53,12 @@ class Telling:
         told = config.train.callbacks if world.is_main else ()
         self.callbacks = {path: imported(path, "train.callbacks") for path in told}
         self.has_tokens = dataset.spec.kind == "tokens"
-        self.has_accuracy = dataset.spec.kind != "regression"
         self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.has_tokens else (0.0, "")
         self.window, self.spent = Window(mark(world.device)), Spent()
         self.losses: list[float] = []
         """Of each logged step."""
+        self.last_loss = nan
+        """Of the last step."""
         self.status = ""
         """For the bar: of the last window."""
 
@@ -73,7 +75,7 @@ class Telling:
         self.console.print(f"{batch_in_words(config, self.strategy)}, {counted(steps, 'step')}")
         for line in [*slow_bf16(world.device.type, config.train.precision), *makes_no_sense(config, self.strategy)]:
             self.warn(line)
-        if self.has_tokens:
+        if self.has_tokens and self.strategy.flops_per_sample:
             peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"
             self.console.print(f"MFU: matrix products of the model, of a peak of {peak}")
 
@@ -95,6 +97,7 @@ class Telling:
             "accuracy": step.result.accuracy,
             "grad_norm": step.result.numbers().grad_norm,
         }
+        self.last_loss = told["loss"]
         breakdown = step_breakdown(step.phases, step.ledger, step.data_seconds)
         self.window.add(step.samples, told | breakdown)
         return breakdown
@@ -104,7 +107,7 @@ class Telling:
         means, rate = self.window.means(), self.window.samples_per_second(step.end)
         values: dict[str, Any] = {"epoch": step.epoch + 1, "loss": means["loss"], "lr": step.lr}
         words = [f"loss {means['loss']:.4f}"]
-        if self.has_accuracy:
+        if not isnan(means["accuracy"]):
             values["accuracy"] = means["accuracy"]
             words.append(f"acc {means['accuracy']:.1%}")
         values |= {"grad_norm": means["grad_norm"], "samples_per_s": rate}
@@ -112,7 +115,7 @@ class Telling:
         words += [f"norm {means['grad_norm']:.3g}", f"lr {step.lr:.2e}", self.rate(rate)]
         if self.has_tokens:
             values["tokens_per_s"] = rate * self.dataset.spec.shape[0]
-        if self.peak:
+        if self.peak and self.strategy.flops_per_sample:  # else nobody has counted them
             values["mfu"] = rate * self.strategy.flops_per_sample / (self.world.size * self.peak)
             words.append(f"MFU {values['mfu']:.1%}")
         values |= {name: means[name] for name in means if name.endswith("_ms")}
@@ -127,7 +130,7 @@ class Telling:
     def tested(self, step: int, epoch: int, loss: float, accuracy: float) -> None:
         values = {"epoch": epoch, "loss": loss}
         words = f"loss {loss:.4f}"
-        if self.has_accuracy:
+        if not isnan(accuracy):
             values["accuracy"] = accuracy
             words += f", accuracy {accuracy:.2%}"
         self.record("test", step, values)

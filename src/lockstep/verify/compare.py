@@ -79,7 +79,7 @@ def spread(reference: Reference, parallel: Parallel, table: Table = STRATEGIES) 
     """
     world, scenario = reference.world, reference.scenario
     options = Options(
-        loss=loss_for(scenario.spec.kind, scenario.own_loss),
+        loss=loss_for(scenario.spec.kind, scenario.own_loss, scenario.spec.classes),
         make_optimizer=reference.make_optimizer,
         parallel=parallel,
         accumulation=scenario.accumulation,
@@ -113,7 +113,7 @@ def compare(
         if not observed:
             continue
         for number, result, moment in unread:
-            found.step(number, result, moment, scenario.global_batch(number - 1).target_count())
+            found.step(number, result, moment, scenario.global_batch(number - 1).target_count(strategy.worker.ignored))
         if any(all_gather_objects(found.loss_differs)):
             found.where = first_that_differs(strategy, activations.outputs, expected.activations, found.tolerance)
         norms, unread = unread, []
@@ -208,6 +208,8 @@ class Findings:
                 found[kind, what + missing.get(name, " (one process has none)")] = inf
             elif name in mine:
                 got, expected = mine[name].tensor.reshape(-1), mine[name].region.read(theirs[name])
+                if not got.is_floating_point():  # a buffer of numbers, or of yes and no
+                    got, expected = got.double(), expected.double()
                 largest = float((got - expected).abs().max()) if expected.numel() else 0.0
                 size = finite(largest / max(float(theirs[name].double().norm()), self.floor * total, 1e-30))
                 if kind == "gradients" and size > 1e-6:

@@ -5,14 +5,16 @@ the worker cannot hide on both sides.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.config.own import imported
-from lockstep.data import IGNORED, Batch
+from lockstep.data import IGNORED, Batch, called_with
 from lockstep.layout import World
+from lockstep.models.loss import class_last, logits_of
 from lockstep.training.optimizer import optimizer_factory
 from lockstep.verify.activations import Activations
 from lockstep.verify.scenarios import Scenario
@@ -84,7 +86,7 @@ class Reference:
     def _take(self, batch: Batch) -> Moment:
         self._optimizer.zero_grad()
         with Activations(self._model) as activations:
-            outputs = self._model(batch.inputs)
+            outputs = called_with(self._model, batch.inputs)
         loss, correct = self._measure(outputs, batch.targets)
         loss.backward()
         parameters = [p for p in self._model.parameters() if p.grad is not None]
@@ -96,12 +98,14 @@ class Reference:
             loss.item(), correct, norm.item(), gradients, self._weights(), self._evaluate(), activations.whole()
         )
 
-    def _measure(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, float | None]:
+    def _measure(self, outputs: Any, targets: Tensor) -> tuple[Tensor, float | None]:
         own_loss = self.scenario.own_loss
         if own_loss is not None:
             return imported(own_loss, "train.loss")(outputs, targets), None
+        outputs = logits_of(outputs)
         if self.scenario.spec.kind == "regression":
             return F.mse_loss(outputs, targets), None
+        outputs = class_last(outputs, targets)
         loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
         return loss, float((outputs.argmax(-1) == targets).sum())
 
@@ -109,7 +113,7 @@ class Reference:
     def _evaluate(self) -> tuple[float, float | None]:
         batch = self.scenario.test_batch().to(self.world.device, self.dtype)
         self._model.eval()
-        loss, correct = self._measure(self._model(batch.inputs), batch.targets)
+        loss, correct = self._measure(called_with(self._model, batch.inputs), batch.targets)
         self._model.train()
         return loss.item(), None if correct is None else correct / int(batch.target_count())
 

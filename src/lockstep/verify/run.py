@@ -12,12 +12,14 @@ from lockstep.bar import Bar
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.ledger import Traffic
 from lockstep.config import MLP, Config, Model, Parallel
+from lockstep.data import tensors_in
 from lockstep.errors import UserError
 from lockstep.layout.world import World
+from lockstep.models import build_model
 from lockstep.parallel.recompute import Recompute
 from lockstep.strategies import STRATEGIES, Engine, ParallelModel, degrees_of, strategy_named
 from lockstep.strategies.axes import model_degrees
-from lockstep.strategies.combining import check_cuts
+from lockstep.strategies.combining import check_cuts, check_inputs
 from lockstep.strategies.native_context import CHUNK
 from lockstep.strategies.pipeline import placement_for
 from lockstep.strategies.table import Table, check_parallel
@@ -34,9 +36,11 @@ from lockstep.verify.scenarios import (
     TANGLED,
     Scenario,
     cut_scenarios,
+    own_data,
     own_scenarios,
     saver_scenarios,
     scenarios_for,
+    switch_off_dropout,
 )
 from lockstep.verify.structure import check_structure
 from lockstep.verify.traffic import check_traffic
@@ -134,12 +138,18 @@ def scenarios_of(request: Request, parallel: Parallel, table: Table = STRATEGIES
 
 def check_request(request: Request, ranks: int, device: str) -> None:
     """Refuse what these ranks could not do, before any of them starts."""
+    if request.own is not None:
+        with torch.device("meta"):
+            dropping = switch_off_dropout(build_model(request.own.model, own_data(request.own).spec))
+        if dropping:
+            print(f"dropout of {counted(dropping, 'module')} is switched off: ranks would draw other numbers")
     for name in request.strategies:
         parallel = strategy_named(name)
         precision = STRATEGIES[parallel.data].verified_in or request.precision
         check_parallel(parallel, device, precision, compiled=False)
         degrees_of(parallel, ranks)
         for scenario in scenarios_of(request, parallel):
+            check_inputs(scenario.spec.example, parallel)
             with torch.device("meta"):
                 check_cuts(scenario.build(seed=0), parallel, scenario.accumulation)
 
@@ -236,9 +246,11 @@ class Proofs:
     def _check_not_finite(self, strategy: ParallelModel, scenario: Scenario) -> list[str]:
         """A sample of the last rank is not a number: no rank may take the step."""
         batch = scenario.global_batch(0)
-        if not batch.inputs.is_floating_point() or not strategy.engine.skips_not_finite:
+        floats = [t for t in tensors_in(batch.inputs) if t.is_floating_point() and t.dim()]
+        if not floats or not strategy.engine.skips_not_finite:
             return []
-        batch.inputs[-1] = float("nan")
+        for tensor in floats:
+            tensor[-1] = float("nan")
         before = {name: held.tensor.clone() for name, held in strategy.held().items()}
         result = strategy.step(batch.share(strategy.batch_share()))
         after, broken = strategy.held(), list[str]()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.config import CNN, GPT, HF, Config, Model, Own, ResNet, Train
-from lockstep.data import IGNORED, READS, Batch, DataSet, DataSpec, Streamed, build_data
+from lockstep.data import IGNORED, READS, Batch, DataSet, DataSpec, Streamed, build_data, called_with, tensors_in
 from lockstep.errors import UserError
 from lockstep.models import build_model, check_outputs, own_model
 from lockstep.models.deferred import seeded
@@ -70,6 +70,8 @@ class Scenario:
             with seeded(seed):
                 return Tangle()
         model = build_model(self.model, self.spec, seed)
+        if self.config is not None:
+            switch_off_dropout(model)
         if self.lora_rank:
             with seeded(seed):
                 add_lora(model, self.lora_rank, alpha=8.0, targets=("qkv", "down"))
@@ -131,6 +133,7 @@ def own_scenarios(config: Config) -> list[Scenario]:
         check_outputs(config.model, own_data(config).spec, config.train.loss)
         with torch.device("meta"):
             model = own_model(config.model)
+        check_repeats(config)
         batch_norms = [n for n, part in model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         if batch_norms:
             raise UserError(
@@ -143,6 +146,36 @@ def own_scenarios(config: Config) -> list[Scenario]:
         Scenario("uneven", model_config, (13, 6, 1), config=config),
         Scenario("accumulated", model_config, (12, 7), accumulation=3, clip_norm=0.1, config=config),
     ]
+
+
+def switch_off_dropout(model: nn.Module) -> int:
+    """Ranks draw other numbers than one process does. Returns how many modules drop something: by a layer of torch's,
+    or by a share that they have as an attribute (attention_dropout = 0.1).
+    """
+    found = 0
+    for part in model.modules():
+        shares = [n for n, v in vars(part).items() if isinstance(v, float) and 0 < v < 1 and "drop" in n]
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            shares.append("p")
+        for name in shares:
+            setattr(part, name, 0.0)
+        found += bool(shares)
+    return found
+
+
+def check_repeats(config: Config) -> None:
+    """A model that draws numbers of its own in forward is never equal to itself."""
+    model = build_model(config.model, own_data(config).spec, 0)
+    switch_off_dropout(model)
+    batch = own_data(config).train.batch(torch.arange(2))
+    with torch.no_grad():
+        first, second = (called_with(model, batch.inputs) for _ in range(2))
+    outputs = zip(tensors_in(first), tensors_in(second), strict=True)
+    if any(not torch.equal(a, b) for a, b in outputs if not (a.isnan().any() or b.isnan().any())):
+        raise UserError(
+            f"{type(model).__name__} gives two outputs for the same inputs: it draws random numbers in forward, by "
+            f"something else than dropout that verify could switch off; verify it without"
+        )
 
 
 def saver_scenarios(model: Model | None) -> list[Scenario]:
