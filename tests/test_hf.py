@@ -91,6 +91,14 @@ def test_our_gpt_is_theirs_and_comes_back(form: str, tmp_path: Path) -> None:
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "back")]) == 0
     back = load_model(tmp_path / "back" / "model.safetensors")[0].eval()
     assert torch.equal(back(TOKENS), ours(TOKENS))
+    assert main(["export", str(tmp_path / "back"), "--format", "hf", "--out", str(tmp_path / "again")]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)
+    assert main(["export", str(tmp_path / "back")]) == 2, "it would write over what it reads"
+    steps = ["--train.steps", "1", "--train.lr", "0.0", "--train.batch-size", "2", "--checkpoint.every", "1"]
+    start = ["train", str(tmp_path / "back" / "config.yaml"), "--resume", str(tmp_path / "back")]
+    assert main([*start, *steps, "--data.name", "text", "--data.max-bytes", "5000"]) == 0
+    assert torch.equal(load_model(tmp_path / "back")[0].eval()(TOKENS), ours(TOKENS))
     assert replace(load_config(tmp_path / "back" / "config.yaml").model, kv_heads=None, vocabulary=None) == replace(
         model, kv_heads=None
     )

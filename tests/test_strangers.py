@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -243,3 +244,76 @@ def test_an_io_error_is_not_the_models_fault(run: Path, capsys: pytest.CaptureFi
         assert "Traceback" in said
         assert "read_data" in said
     os.environ.pop("LOCKSTEP_DEBUG", None)
+
+
+# ---- code that a stranger's config names ---------------------------------------------------------------------------
+
+
+def os_system(run: Path, trace: Path) -> str:
+    """In a run's config.yaml: what would be run if its data were built."""
+    text = (run / "config.yaml").read_text()
+    config = yaml.safe_load(text)
+    config["data"] |= {"name": "own", "import": "os:system", "args": {"command": f"touch {trace}"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    return "os:system"
+
+
+def test_no_code_that_a_runs_config_names_is_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A built-in model is exported without its data; what needs the import says how to allow it."""
+    trace = tmp_path / "trace"
+    os_system(run, trace)
+    assert main(["export", str(run), "--out", str(tmp_path / "out.safetensors")]) == 0
+    (run / "data.json").unlink()  # a run that does not say what its samples look like
+    for command in (["export", str(run)], ["generate", str(run)], ["train", str(run / "config.yaml")]):
+        assert main(command) == 2
+        assert "data.import os:system, which would run code" in capsys.readouterr().err
+    assert main(["train", str(run / "config.yaml"), "--resume", str(run)]) == 2
+    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    assert main(["doctor", str(run)]) in (0, 1)
+    assert not trace.exists()
+    capsys.readouterr()
+    assert main(["export", str(run), "--trust"]) == 2  # it was run, and gave no data
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("key", ["loss", "optimizer", "schedule", "callbacks"])
+def test_a_runs_config_is_no_way_to_code_of_any_kind(key: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["train"][key] = ["os:getcwd"] if key == "callbacks" else "os:getcwd"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", str(run / "config.yaml"), "--resume", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert f"train.{key}" in said
+    assert "os:getcwd, which would run code" in said
+
+
+def test_what_is_named_on_the_command_line_is_the_users(tmp_path: Path) -> None:
+    flags = ["--model.import", "tests.own_code:Net", "--data.import", "tests.own_code:tensors"]
+    run = str(tmp_path / "run")
+    assert main(["train", *flags, "--train.steps", "2", "--checkpoint.every", "2", "--run-dir", run]) == 0
+    assert main(["export", run]) == 2
+    assert main(["export", run, "--model.import", "tests.own_code:Net"]) == 0
+    assert main(["export", run, "--trust"]) == 0
+    more = ["--train.steps", "3", "--resume", run]
+    assert main(["train", f"{run}/config.yaml", *more]) == 2
+    assert main(["train", f"{run}/config.yaml", *more, *flags]) == 0
+    assert main(["train", f"{run}/config.yaml", "--train.steps", "4", "--resume", run, "--trust"]) == 0
+
+
+def test_a_damaged_newest_checkpoint_is_said_and_the_older_taken_only_when_asked(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    next(newest(run).glob("*.distcp")).write_bytes(b"")
+    assert main(["export", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert "step-00000002" in said
+    assert "the newest whole one is" in said
+    assert "step-00000001: name it, or take it by --older" in said
+    assert main(["export", str(run), "--older"]) == 0
+    assert main(["export", str(sorted((run / CHECKPOINTS).glob("step-*"))[0])]) == 0
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"kind": "x", "shape": [1], "classes": 2}', "[" * 10000, '{"kind": 1}'])
+def test_odd_descriptions_of_the_samples_are_passed_over(text: str, run: Path) -> None:
+    (run / "data.json").write_text(text)
+    assert main(["export", str(run)]) == 0

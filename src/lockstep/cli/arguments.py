@@ -41,6 +41,9 @@ LinkFlag = Annotated[
     ),
 ]
 
+ModelImport = Annotated[str | None, tyro.conf.arg(name="model.import")]
+DataImport = Annotated[str | None, tyro.conf.arg(name="data.import")]
+
 
 def check_link(link: str, launch: Launch) -> None:
     """Refuse what cannot be done before anything else is."""

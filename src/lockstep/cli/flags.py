@@ -10,6 +10,8 @@ import yaml
 
 from lockstep.config import Config, load_config
 from lockstep.config.load import field_name, nearest, type_name, valid_keys
+from lockstep.config.shipped import find_config
+from lockstep.config.trust import check_trusted, is_of_a_run
 from lockstep.errors import UserError
 
 SHORT = {"--model": "--model.name", "--data": "--data.name"}
@@ -24,8 +26,8 @@ KNOWN = {
     "train": (*LAUNCH, "run-dir", "resume", "max-restarts", *DEEPSPEED),
     "configs": (),
     "tokenize": ("out", "tokenizer", "test-share"),
-    "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine"),
-    "export": ("out", "format"),
+    "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine", "older"),
+    "export": ("out", "format", "older"),
     "import": ("out",),
     "verify": (*LAUNCH, "strategies", "preset", "world-size", "steps", "precision", "savers", "link"),
     "bench comm": (
@@ -64,7 +66,7 @@ def refuse_unknown(command: str, argv: list[str]) -> None:
     for word in argv:
         flag = word.partition("=")[0]
         name = flag.removeprefix("--").replace("_", "-")
-        if not flag.startswith("--") or "." in name or flag in SHORT or name in ("", "help"):
+        if not flag.startswith("--") or "." in name or flag in SHORT or name in ("", "help", "trust"):
             continue
         if name not in known and name.removeprefix("no-") not in known:
             alike = get_close_matches(name, known, n=1, cutoff=0.6)
@@ -85,6 +87,9 @@ def config_from(argv: list[str], default: Config | None = None) -> tuple[Config,
         model_name = "own"
     fits = default is not None and file is None and model_name in (None, default.model.name)
     config = default if default is not None and fits else load_config(file, model_name)
+    if file is not None and is_of_a_run(found := find_config(file)):
+        check_trusted(config, found, chain.from_iterable(w.split("=", 1) for w in rest), "--trust" in rest)
+    rest = [word for word in rest if word != "--trust"]
     for section, arguments in own.items():
         given: Any = getattr(config, section)
         if not hasattr(given, "args"):

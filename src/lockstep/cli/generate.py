@@ -11,8 +11,8 @@ from typing import Annotated
 import torch
 import tyro
 
+from lockstep.cli.arguments import DataImport, ModelImport
 from lockstep.cli.parsing import parse
-from lockstep.data import build_data
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
@@ -20,7 +20,7 @@ from lockstep.models import build_model
 from lockstep.parallel.tensor import tensor_parallel
 from lockstep.strategies.deepspeed_inference import check_shares_no_heads, through_deepspeed
 from lockstep.strategies.tensor import check_tensor
-from lockstep.training.export import config_of, load_model
+from lockstep.training.export import Consent, load_config_and_spec, load_model
 from lockstep.training.generate import Engine, check_generates, generate_batch
 from lockstep.words import counted
 
@@ -56,6 +56,18 @@ class GenerateArguments:
     """Keep keys and values, so that a token costs one token's work. Without: the whole text again, each time."""
     engine: Engine = "plain"
     """plain PyTorch, or DeepSpeed's inference engine; both are tensor parallel on several ranks."""
+    model_import: ModelImport = None
+    """The import that the run's config names for its model, if it has one: without it, no code of the folder is run."""
+    data_import: DataImport = None
+    """Likewise for its data, of an old run that does not say what its samples look like."""
+    trust: bool = False
+    """Run whatever code the run's config names."""
+    older: bool = False
+    """Where the newest checkpoint is damaged, take the newest whole one."""
+
+    @property
+    def consent(self) -> Consent:
+        return Consent(tuple(filter(None, (self.model_import, self.data_import))), self.trust, self.older)
 
 
 def main(argv: list[str]) -> int:
@@ -76,9 +88,9 @@ def main(argv: list[str]) -> int:
         raise UserError("--prompt is empty, but the model goes on from at least one byte")
     ranks = arguments.launch.nproc or 1
     if ranks > 1:
-        config = config_of(Path(source))
+        config, spec, _ = load_config_and_spec(Path(source), arguments.consent)
         with torch.device("meta"):
-            model = build_model(config.model, build_data(config).spec)
+            model = build_model(config.model, spec)
         check_tensor(model, ranks, sequence=False)
         if arguments.engine == "deepspeed":
             check_shares_no_heads(model, ranks)
@@ -95,10 +107,10 @@ def main(argv: list[str]) -> int:
 
 def write(world: World, arguments: GenerateArguments, source: str) -> tuple[list[bytes], float, int]:
     """The texts, how long it took to write them, and how many ranks did."""
-    model, _, dataset = load_model(Path(source))
+    model, config, spec = load_model(Path(source), arguments.consent)
     check_generates(model)
-    if dataset.spec.classes < 256:
-        raise UserError(f"{source} was trained on tokens that are no text (data.name {dataset.name})")
+    if spec.classes < 256:
+        raise UserError(f"{source} was trained on tokens that are no text (data.name {config.data.name})")
     model = model.to(world.device).eval()
     check_tensor(model, world.size, sequence=False)  # under torchrun or srun nobody has
     if arguments.engine == "deepspeed":

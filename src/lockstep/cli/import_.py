@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.cli.parsing import parse
+from lockstep.config import GPT
 from lockstep.errors import UserError
 from lockstep.training.export import import_hf
 
@@ -16,7 +17,9 @@ class ImportArguments:
 
     lockstep import gpt2/ --out runs/gpt2
 
-    lockstep train runs/gpt2/config.yaml --train.weights runs/gpt2/model.safetensors --data.name text
+    lockstep train runs/gpt2/config.yaml --resume runs/gpt2 --data.name text --checkpoint.every 100
+
+    lockstep export runs/gpt2 --format hf --out back
 
     Other causal language models are trained as they are: lockstep train --model.name hf --model.path FOLDER.
     """
@@ -31,8 +34,9 @@ def main(argv: list[str]) -> int:
     if source is None or not arguments.out:
         raise UserError("lockstep import needs a folder and where to: lockstep import gpt2/ --out runs/gpt2")
     config = import_hf(Path(source), Path(arguments.out))
-    print(
-        f"{config.model} in {arguments.out}/; train with lockstep train {arguments.out}/config.yaml --train.weights "
-        f"{arguments.out}/model.safetensors"
-    )
+    model = config.model
+    assert isinstance(model, GPT), "that is what we make of them"
+    sizes = f"{model.layers} layers, width {model.d_model}, {model.heads} heads, context {model.context}"
+    print(f"a GPT of {sizes}, vocabulary {model.vocabulary} in {arguments.out}/")
+    print(f"train it: lockstep train {arguments.out}/config.yaml --resume {arguments.out} --data.name text")
     return 0

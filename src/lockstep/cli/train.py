@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 
 from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths
 from lockstep.cli.flags import config_from, sections, without_flag
@@ -51,6 +52,8 @@ class TrainArguments(RunArguments):
     max_restarts: int = 0
     """When a rank fails or is killed, start all ranks anew, at most so often; they go on from the newest whole
     checkpoint of the run. Under torchrun, give its own --max-restarts."""
+    trust: bool = False
+    """Run the code that a config.yaml of a run's folder names (imports); it may be a stranger's."""
 
 
 def main(argv: list[str]) -> int:
@@ -63,6 +66,7 @@ def main(argv: list[str]) -> int:
     if arguments.max_restarts and adopt_environment():
         raise UserError("--max-restarts is for ranks that lockstep starts; give it to torchrun, before -m lockstep")
     check_paths(("--run-dir", arguments.run_dir), ("--resume", arguments.resume))
+    start_from_import(arguments, config)
     try:
         result: TrainResult = run_on_ranks(
             *(train_in_folder, config, arguments.run_dir, arguments.resume),
@@ -76,6 +80,19 @@ def main(argv: list[str]) -> int:
         ranks = int(os.environ.get("WORLD_SIZE") or arguments.launch.nproc or 1)
         raise UserError("\n".join([str(mistake), *beyond(config, ranks, arguments.launch)])) from mistake
     return told(result, argv, config.plan) if result.is_main else status_of(result)
+
+
+def start_from_import(arguments: TrainArguments, config: Config) -> None:
+    """--resume of a folder that lockstep import has made: it has weights and no step yet."""
+    folder = Path(arguments.resume or "")
+    weights = folder / "model.safetensors"
+    if arguments.resume in (None, "auto") or (folder / "checkpoints").is_dir() or not weights.is_file():
+        return
+    if config.train.weights is None:
+        config.train.weights = str(weights)
+    arguments.run_dir, arguments.resume = arguments.run_dir or str(folder), None
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{folder} has no checkpoint yet: this run starts at the beginning, with {config.train.weights}")
 
 
 def beyond(config: Config, ranks: int, launch: Launch) -> list[str]:

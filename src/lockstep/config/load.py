@@ -34,7 +34,7 @@ def load_config(file: str | Path | None = None, model_name: str | None = None) -
     if not isinstance(model, dict):
         raise UserError(f"{where}: model is {model!r}, but it must be a section of keys (model: {{name: cnn}})")
     name = model_name or model.get("name", "own" if "import" in model else "cnn")
-    if name not in MODELS:
+    if not isinstance(name, str) or name not in MODELS:
         raise UserError(f"{where}: model.name is {name!r}, but it must be one of {', '.join(MODELS)}")
     if model_name is not None and model_name != model.get("name", "own" if "import" in model else "cnn"):
         model = {}  # another model than the file's: the file's keys for it do not apply

@@ -96,6 +96,7 @@ __all__ = [
     "DataSpec",
     "ImageFolder",
     "Inputs",
+    "Kind",
     "Mapped",
     "MappedTokens",
     "Reader",

@@ -43,12 +43,12 @@ def build_hf(config: schema.HF) -> nn.Module:
     folder = Path(str(config.path))
     model: Any
     try:
-        theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
+        theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         theirs.use_cache = False  # of keys and values, for writing
         for name in DROPOUTS if config.dropout is not None else ():
             if hasattr(theirs, name):
                 setattr(theirs, name, config.dropout)
-        options: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": torch.float32}
+        options: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": torch.float32, "trust_remote_code": False}
         on_meta = torch.empty(0).device.type == "meta"
         if list(folder.glob("*.safetensors")) and not on_meta:
             options |= {"config": theirs, "local_files_only": True, "use_safetensors": True}

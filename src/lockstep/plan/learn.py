@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from lockstep.config import Config, load_config
+from lockstep.config.trust import check_trusted
 from lockstep.errors import UserError
 from lockstep.plan.layout import Layout, Recompute
 from lockstep.plan.machine import Machine
@@ -74,6 +75,7 @@ def learned(folder: Path, machine: Machine) -> Learned:
     from lockstep.plan.trace import network_of_config, spec_without_data  # torch
 
     config = load_config(folder / "config.yaml")
+    check_trusted(config, folder / "config.yaml", only=("model.import",))
     try:
         ranks = int(json.loads((folder / "run.json").read_text(encoding="utf-8"))["result"]["ranks"])
     except (OSError, ValueError, KeyError, TypeError) as error:

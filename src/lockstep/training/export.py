@@ -3,6 +3,7 @@ Face's transformers load; and such a folder as a model of ours.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from lockstep.checkpoint import manifest
 from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints
 from lockstep.checkpoint.storage import read_into, saved_names
 from lockstep.config import Config, Data, load_config, save_config
-from lockstep.data import DataSet, DataSpec, build_data
+from lockstep.config.trust import check_trusted
+from lockstep.data import DataSpec, build_data
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.models import build_model
@@ -24,10 +26,23 @@ from lockstep.models.gpt import GPT
 from lockstep.models.lora import merge_lora
 from lockstep.results.whole import made_whole
 from lockstep.training.prepare import load_weights, prepared_model
+from lockstep.training.run_folder import CONFIG, read_spec, write_spec
 
 
-def find_checkpoint(source: Path) -> Path:
-    """A run's newest whole checkpoint, or the one that was named, if it is whole."""
+@dataclass
+class Consent:
+    """What the user allows a command to do with a folder that somebody else may have made."""
+
+    named: tuple[str, ...] = ()
+    """Imports of the command line."""
+    trust: bool = False
+    """Run whatever code the run's config names."""
+    older: bool = False
+    """Take an older checkpoint where the newest is damaged."""
+
+
+def find_checkpoint(source: Path, older: bool = False) -> Path:
+    """A run's newest checkpoint, or the one that was named, if it is whole. `older`: else an older one."""
     if (source / manifest.MANIFEST).exists():
         found, damage = Checkpoints(World(), source.parent).newest_whole([source])
     else:
@@ -35,31 +50,56 @@ def find_checkpoint(source: Path) -> Path:
     if found is None:
         reason = f": {damage[0]}" if damage else "; give a run's folder, or one of its checkpoints"
         raise UserError(f"{source} has no whole checkpoint{reason}")
+    if damage and not older:
+        raise UserError(f"{damage[0]}; the newest whole one is {found}: name it, or take it by --older")
     return found
 
 
-def config_of(source: Path) -> Config:
-    """Of the run that a folder, a checkpoint or an exported file belongs to."""
-    run = source.parent if source.suffix == ".safetensors" else find_checkpoint(source).parent.parent
-    return load_config(run / "config.yaml")
+def weights_of(source: Path, older: bool = False) -> Path:
+    """Where a model's weights are: an exported or imported file, or a checkpoint."""
+    imported = source / "model.safetensors"
+    if source.suffix == ".safetensors":
+        return source
+    if not (source / manifest.MANIFEST).exists() and not (source / CHECKPOINTS).is_dir() and imported.is_file():
+        return imported
+    return find_checkpoint(source, older)
 
 
-def load_model(source: Path) -> tuple[nn.Module, Config, DataSet]:
-    """The trained model of a run, a checkpoint or an exported file, adapters merged; with its config and data."""
-    file = source if source.suffix == ".safetensors" else None
-    checkpoint = None if file is not None else find_checkpoint(source)
-    config = config_of(source)
+def run_of(weights: Path) -> Path:
+    """The folder that they belong to."""
+    return weights.parent if weights.suffix == ".safetensors" else weights.parent.parent
+
+
+def load_config_and_spec(source: Path, consent: Consent) -> tuple[Config, DataSpec, Path]:
+    """The config of a run, what its samples look like, and where its weights are. No data is read where the run says it
+    (`data.json`), and no code of the folder's is run without consent.
+    """
+    weights = weights_of(source, consent.older)
+    run = run_of(weights)
+    config = load_config(run / CONFIG)
+    check_trusted(config, run / CONFIG, consent.named, consent.trust, only=("model.import",))
+    spec = read_spec(run)
+    if spec is None:
+        check_trusted(config, run / CONFIG, consent.named, consent.trust, only=("data.import",))
+        spec = build_data(config).spec
+    return config, spec, weights
+
+
+def load_model(source: Path, consent: Consent | None = None) -> tuple[nn.Module, Config, DataSpec]:
+    """The trained model of a run, a checkpoint or an exported file, adapters merged; with its config and its data's
+    shape.
+    """
+    config, spec, weights = load_config_and_spec(source, consent or Consent())
     config.train.recompute = "none"
-    dataset = build_data(config)
-    if file is not None:
+    if weights.suffix == ".safetensors":
         config.lora.rank = 0  # merged when it was exported
-        model = prepared_model(config, dataset.spec)
-        load_weights(model, file)
+        config.train.weights = None
+        model = prepared_model(config, spec)
+        load_weights(model, weights)
     else:
-        assert checkpoint is not None
-        model = prepared_model(config, dataset.spec)
-        fill(model, checkpoint, adapters_only=config.lora.rank > 0)
-    return merge_lora(model), config, dataset
+        model = prepared_model(config, spec)
+        fill(model, weights, adapters_only=config.lora.rank > 0)
+    return merge_lora(model), config, spec
 
 
 @torch.no_grad()
@@ -75,9 +115,9 @@ def fill(model: nn.Module, checkpoint: Path, adapters_only: bool) -> None:
     read_into(state, checkpoint)
 
 
-def export_weights(source: Path, target: Path) -> int:
+def export_weights(source: Path, target: Path, consent: Consent | None = None) -> int:
     """Write a run's weights to one safetensors file; returns the number of tensors."""
-    model, _, _ = load_model(source)
+    model, _, _ = load_model(source, consent)
     tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # tied ones once
     tensors |= {name: b.detach().contiguous() for name, b in model.named_buffers()}
     save_file(tensors, target, metadata={"format": "pt"})
@@ -87,9 +127,9 @@ def export_weights(source: Path, target: Path) -> int:
 # ---- Hugging Face ------------------------------------------------------------------------------------------------
 
 
-def export_hf(source: Path, folder: Path) -> int:
+def export_hf(source: Path, folder: Path, consent: Consent | None = None) -> int:
     """Write a run's model as a folder for `AutoModelForCausalLM.from_pretrained`; returns the number of tensors."""
-    model, config, _ = load_model(source)
+    model, config, _ = load_model(source, consent)
     theirs: Any = model
     if config.model.name == "hf":
         with made_whole(folder) as part:
@@ -138,5 +178,6 @@ def import_hf(source: Path, folder: Path) -> Config:
     config = Config(model, Data(name="text"))
     with made_whole(folder) as part:
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-        save_config(config, part / "config.yaml")
+        save_config(config, part / CONFIG)
+        write_spec(part, DataSpec("tokens", (model.context,), model.vocabulary or 256))
     return config

@@ -27,7 +27,7 @@ from lockstep.training.out_of_memory import told_in_one_line
 from lockstep.training.pace import Pace
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.training.result import TrainResult
-from lockstep.training.run_folder import CONFIG, choose_folder, locked
+from lockstep.training.run_folder import CONFIG, choose_folder, locked, write_spec
 from lockstep.training.saving import Saving
 from lockstep.training.status import StatusBar
 from lockstep.training.stopping import stopping_in_good_order
@@ -89,6 +89,7 @@ def _train(
     if world.is_main and folder is not None:
         with writing_to(folder):
             save_config(config, folder / CONFIG)
+            write_spec(folder, dataset.spec)
             Record("train", {"ranks": world.size}, asdict(config), title=folder.name).write(folder / "run.json")
     run.attempt = Attempt(world, folder, list(ended_in or ()))
     with (

@@ -5,6 +5,7 @@ differently.
 """
 
 import fcntl
+import json
 import os
 import platform
 import time
@@ -12,17 +13,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from lockstep.checkpoint.checkpoints import CHECKPOINTS
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, load_config
+from lockstep.data import DataSpec, Kind
 from lockstep.errors import UserError
 from lockstep.layout.world import World
+from lockstep.results.whole import write_whole
 from lockstep.training.attempt import all_ends, read_status
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
+SPEC = "data.json"
 
 
 @dataclass
@@ -212,3 +217,23 @@ def _remove_if_empty(folder: Path) -> None:
         if {f.name for f in folder.iterdir()} <= {LOCK}:
             (folder / LOCK).unlink(missing_ok=True)
             folder.rmdir()
+
+
+# ---- what its samples look like ------------------------------------------------------------------------------
+
+
+def write_spec(run: Path, spec: DataSpec) -> None:
+    """What samples look like, so that a model can be built again without its data."""
+    about = {"kind": spec.kind, "shape": spec.shape, "classes": spec.classes}
+    write_whole(run / SPEC, json.dumps(about) + "\n")
+
+
+def read_spec(run: Path) -> DataSpec | None:
+    """As a run has written it; None where it has not, or where it is none."""
+    try:
+        about = json.loads((run / SPEC).read_text(encoding="utf-8"))
+        kind, shape, classes = about["kind"], tuple(int(size) for size in about["shape"]), int(about["classes"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    usable = kind in get_args(Kind) and len(shape) <= 8 and all(0 < size < 2**31 for size in (*shape, classes))
+    return DataSpec(kind, shape, classes) if usable else None
