@@ -23,6 +23,15 @@ for lock in COMPILED.glob("*/lock"):
     lock.unlink(missing_ok=True)
 
 
+@pytest.fixture(autouse=True)
+def ranks_are_forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of commands that a test calls in this process: forks of a server that has torch imported. As users
+    start them, ranks are started by `test_launch.py`, and by the commands that tests run as processes.
+    """
+    if request.path.name != "test_launch.py":
+        monkeypatch.setattr("lockstep.launch.start.START_METHOD", "forkserver")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="begin no test after so many, and fail if any is left")
 

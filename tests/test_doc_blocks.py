@@ -6,10 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
+from lockstep.cli import main
 from tests.ranks import LONG
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +39,10 @@ REASONS = {  # how a command begins -> why no test of these pages runs it
     "cd ": "no command of ours",
 }
 SHORTER = {
-    "train": ["--train.steps", "2", "--train.evaluate-every", "0", "--checkpoint.every", "1"],
+    "train": [
+        *("--train.steps", "2", "--train.evaluate-every", "0", "--train.evaluate-batches", "1"),
+        *("--checkpoint.every", "1"),
+    ],
     "profile": ["--steps", "1", "--warmup", "1"],
     "verify": ["--steps", "2"],
     "bench train": ["--steps", "2", "--warmup", "1"],
@@ -59,16 +64,20 @@ def reason(line: str) -> str | None:
 
 
 def run(line: str, folder: Path) -> None:
+    """`lockstep` in this process, whose ranks are forks; torchrun as a process."""
     words = shlex.split(line)
-    command = [sys.executable, "-m", "lockstep", *words[1:]] if words[0] == "lockstep" else None
-    if words[0] == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    assert command is not None, f"no test knows how to run {words[0]!r}"
+    assert words[0] in ("lockstep", "torchrun"), f"no test knows how to run {words[0]!r}"
+    command = words[1:]
     kind = next((kind for kind in ("bench train", "train", "profile", "verify") if f" {kind} " in f"{line} "), "")
     if SHORTER.get(kind, ["--none"])[0] not in words:
         command += SHORTER.get(kind, [])
     if kind in ("train", "profile") and "--run-dir" not in words:
         command += ["--run-dir", f"runs/{abs(hash(line))}"]
+    if words[0] == "lockstep":
+        with chdir(folder):
+            assert main(command) == 0, line
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", *command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -20,6 +20,8 @@ AGENT = (
     "last_call_timeout=2,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3",
 )
 
+STEPS = 1200
+
 
 def agent(port: int, run: Path, steps: int, saving: tuple[str, ...]) -> "subprocess.Popen[str]":
     train = ("train", "configs/digits_cnn.yaml", "--train.steps", str(steps), "--train.batch-per-rank", "64",
@@ -62,15 +64,15 @@ def test_a_lost_node_leaves_the_batch_as_it_was_and_may_come_back(
     node comes back, both go on together: from the disk, or from what the survivor holds of both in its memory.
     """
     run, port = tmp_path / "run", free_port()
-    agents = [agent(port, run, 2000, saving)]
+    agents = [agent(port, run, STEPS, saving)]
     try:
         time.sleep(1)  # it hosts the rendezvous
-        agents.append(agent(port, run, 2000, saving))
+        agents.append(agent(port, run, STEPS, saving))
         until_step(run, 45)
         agents[1].send_signal(signal.SIGKILL)
         until_ranks(run, 1)
         until_step(run, 60)
-        agents.append(agent(port, run, 2000, saving))
+        agents.append(agent(port, run, STEPS, saving))
         until_ranks(run, 2)
         outputs = [one.communicate(timeout=LONG)[0] for one in (agents[0], agents[2])]
     finally:
@@ -88,4 +90,4 @@ def test_a_lost_node_leaves_the_batch_as_it_was_and_may_come_back(
     assert not [f for one in agents for f in Path("/dev/shm").glob(f"lockstep-*-{one.pid}-*") if one is not agents[1]]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["ranks"] for record in records if record["kind"] == "restart"] == [1, 2]
-    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(20, 2001, 20))
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(20, STEPS + 1, 20))

@@ -88,15 +88,12 @@ def other_disagreements(world: World) -> None:
         "row-major order|another order of strides": lambda g: dist.all_reduce(strided, group=g),
         "complex64.*float32|float32.*complex64": lambda g: dist.all_reduce(real, group=g),
         "with root (0|1)": lambda g: dist.reduce(torch.ones(3), group_dst=world.rank, group=g),
+        "broadcast of 3 .* with root (0|1)": lambda g: dist.broadcast(torch.ones(3), group_src=world.rank, group=g),
     }
     for words, call in calls.items():
         group = dist.new_group()
         with pytest.raises(RuntimeError, match=f"ranks disagree: .*({words})"):
             call(group)
-    group = dist.new_group()
-    dist.broadcast(torch.ones(3), group_src=world.rank, group=group)  # both send, nobody looks ...
-    with pytest.raises(RuntimeError, match=r"ranks disagree.*\(call \d+ of the group\)"):
-        dist.all_reduce(torch.zeros(3), group=group)  # ... and the next one notices, before stale data
     group = dist.new_group()
     first, second = (group.shared_empty(64, torch.float32) for _ in range(2))
     with pytest.raises(RuntimeError, match=r"in shared buffer (0|1), and rank . .* in shared buffer (0|1)"):
@@ -232,6 +229,8 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start_by_owner() -> N
         process.kill()
         process.wait()
     assert name in left_in_shm()
+    folder = Path("/dev/shm") / f"{name}-memory"  # of a dead launcher's: its ranks' checkpoints in memory
+    folder.mkdir()
     stranger = Path("/dev/shm") / re.sub(r"lockstep-\d+", "lockstep-1", name)  # another container's: not ours to judge
     stranger.touch()
     try:
@@ -241,6 +240,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start_by_owner() -> N
         mine.forget_name()
     finally:
         stranger.unlink()
+        folder.rmdir()
     assert not left_in_shm()
 
 

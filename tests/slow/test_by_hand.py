@@ -42,8 +42,8 @@ def command(words: list[str], folder: Path, timeout: float = LONG) -> "subproces
 
 
 def test_under_torchrun_one_rank_names_the_folder(tmp_path: Path) -> None:
-    """Three starts of four ranks: each has one folder, with a whole checkpoint."""
-    for number in range(3):
+    """Two starts of four ranks: each has one folder, with a whole checkpoint."""
+    for number in range(2):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]
         words = [*torchrun, "-m", "lockstep", *TRAIN, "--train.steps", "6", "--checkpoint.every", "3"]
         ended = command(words, tmp_path)
@@ -139,9 +139,13 @@ def test_a_rank_that_is_stopped_while_saving_is_not_waited_for_for_an_hour(tmp_p
 
 
 @has_deepspeed
-def test_deepspeed_offloads_to_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_deepspeed_offloads_to_the_host(optimizer: str, tmp_path: Path) -> None:
+    compiled = any(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/cpu_adam.so"))
+    if optimizer == "adamw" and not compiled and "LOCKSTEP_COMPILE" not in os.environ:
+        pytest.skip("DeepSpeed would compile its Adam for two minutes: LOCKSTEP_COMPILE=1 lets it")
     words = [sys.executable, "-m", "lockstep", *TRAIN, "--nproc", "2", "--parallel.data", "deepspeed"]
-    words += ["--parallel.offload", "cpu", "--train.optimizer", "adamw", "--train.steps", "4"]
+    words += ["--parallel.offload", "cpu", "--train.optimizer", optimizer, "--train.steps", "4"]
     ended = command(words, tmp_path, timeout=LONG)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
 
@@ -195,7 +199,7 @@ def long_run(world: World, name: str) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["bucketed", "bucketed+topk", "ddp", "zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("name", ["bucketed+topk", "zero2", "zero3", "fsdp"])
 def test_a_long_run_holds_memory_descriptors_and_segments(name: str) -> None:
     for rank, (early, middle, late) in enumerate(on_ranks(long_run, 2, name, timeout=LONG)):
         assert late[0] - middle[0] < 8_192, f"rank {rank}: memory {early[0]}, {middle[0]}, {late[0]} KiB"

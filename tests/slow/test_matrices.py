@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.bench.presets import PRESETS
+from lockstep.cli import main
 from lockstep.layout.world import World
 from lockstep.strategies import STRATEGIES, available_strategies
 from lockstep.verify import Request, Verdict, preset, verify
@@ -59,7 +60,7 @@ def test_every_strategy_with_every_saver() -> None:
 def test_every_layout_loads_from_others(tmp_path: Path) -> None:
     """Each is loaded by its two neighbours in the list and by itself at other ranks, from one process, and back."""
     names, saved, wrong = LAYOUTS, dict[tuple[str, str], Any](), list[str]()
-    following = [("2", a, names[(i + step) % len(names)]) for i, a in enumerate(names) for step in (1, 4)]
+    following = [("2", a, names[(i + step) % len(names)]) for i, a in enumerate(names) for step in (1 + i % 4,)]
     rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
         (1, [], ["single"]),
         (3, [("1", "single", name) for name in names[::2]], names),
@@ -89,8 +90,6 @@ QUICK = {
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_runs(preset: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lockstep", "bench", "train", "--preset", preset, "--nproc", "2", "--steps", "2"]
-    command += ["--warmup", "0", "--no-baseline", "--csv", str(tmp_path / "out.csv"), *QUICK.get(preset, [])]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=560)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    command = ["bench", "train", "--preset", preset, "--nproc", "2", "--steps", "2", "--warmup", "0", "--no-baseline"]
+    assert main([*command, "--csv", str(tmp_path / "out.csv"), *QUICK.get(preset, [])]) == 0
     assert (tmp_path / "out.csv").read_text().count("\n") > 2

@@ -23,11 +23,11 @@ FILES = ("csv", "json", "plot")
 DEEPSPEED = ("deepspeed", "deepspeed-config")
 KNOWN = {
     "demo": (*LAUNCH, "epochs", "run-dir"),
-    "train": (*LAUNCH, "run-dir", "resume", "max-restarts", *DEEPSPEED),
+    "train": (*LAUNCH, "run-dir", "resume", "max-restarts", "trust", *DEEPSPEED),
     "configs": (),
     "tokenize": ("out", "tokenizer", "test-share"),
-    "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine", "older"),
-    "export": ("out", "format", "older"),
+    "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine", "trust", "older"),
+    "export": ("out", "format", "trust", "older"),
     "import": ("out",),
     "verify": (*LAUNCH, "strategies", "preset", "world-size", "steps", "precision", "savers", "link"),
     "bench comm": (

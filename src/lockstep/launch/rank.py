@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from lockstep.launch.start import Launch
 
 StartMethod = Literal["spawn", "forkserver"]
+FOLDER = "LOCKSTEP_FOLDER"
+"""How the launcher tells a fork the folder that it is in."""
 _AT_IMPORT = dict(os.environ)
 """Of the server, if this is one of its forks: before the agent has told the rank who it is."""
 
@@ -159,11 +161,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def become_a_rank_of_now(environment: dict[str, str]) -> None:
-    """A fork knows the environment, and the random numbers, of the server's start."""
+    """A fork knows the environment, the folder and the random numbers of the server's start."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     by_the_agent = {name: value for name, value in os.environ.items() if _AT_IMPORT.get(name) != value}
     os.environ.clear()
     os.environ.update(environment | by_the_agent)
+    os.chdir(os.environ.pop(FOLDER))
     torch.seed()
 
 

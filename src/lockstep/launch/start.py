@@ -34,6 +34,7 @@ from lockstep.launch.join import DeviceChoice, choose_device, join_world
 from lockstep.launch.leftovers import FOLDER_PREFIX, remove_leftovers
 from lockstep.launch.processes import signature
 from lockstep.launch.rank import (
+    FOLDER,
     StartMethod,
     ctrl_c_held_back,
     die_with_parent,
@@ -64,13 +65,17 @@ class Launch:
     """Start as many CPU ranks as --nproc says, however few cores there are."""
 
 
+START_METHOD: StartMethod = "spawn"
+"""Of ranks, where the caller does not say."""
+
+
 def run_on_ranks(
     function: Callable[..., Any],
     *args: Any,
     launch: Launch,
     default_nproc: int = 1,
     threads: int | None = None,
-    start_method: StartMethod = "spawn",
+    start_method: StartMethod | None = None,
     saves_when_stopped: bool = False,
     max_restarts: int = 0,
     apart: bool = False,
@@ -102,7 +107,8 @@ def run_on_ranks(
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
     run_id = uuid.uuid4().hex
-    start = partial(_start_ranks, function, args, launch, nproc, threads, start_method, saves_when_stopped, run_id)
+    method = start_method or START_METHOD
+    start = partial(_start_ranks, function, args, launch, nproc, threads, method, saves_when_stopped, run_id)
     return with_restarts(start, max_restarts)
 
 
@@ -184,7 +190,9 @@ def _start_ranks(
             try:
                 with _passing_on(saves_when_stopped) as received, ctrl_c_held_back():
                     start = elastic_launch(config, rank_main)
-                    results = start(function, args, launch, os.getpid(), start_method, dict(os.environ), log_dir)
+                    results = start(
+                        function, args, launch, os.getpid(), start_method, {**os.environ, FOLDER: os.getcwd()}, log_dir
+                    )
             except ChildFailedError as error:
                 if received and not said_something(error):
                     raise KeyboardInterrupt(f"{received[0]}: all ranks were ended") from None

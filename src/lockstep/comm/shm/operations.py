@@ -208,8 +208,11 @@ def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> N
 
 
 def broadcast(board: Board, flat: Tensor, root: int) -> None:
-    """Everybody gets the root's."""
+    """Everybody gets the root's. First all show what they call: two ranks that each take themselves for the root would
+    otherwise both send, and neither would read.
+    """
     board.begin("broadcast", flat.nbytes, flat.dtype)
+    _meet(board)
     for chunk in _chunks(flat, CELL_BYTES):
         if board.rank == root:
             _show(board, chunk)

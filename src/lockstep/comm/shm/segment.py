@@ -25,7 +25,7 @@ def remove_leftovers() -> list[str]:
         if has_ended(path.name.removeprefix(PREFIX)):
             try:
                 path.unlink()
-            except (FileNotFoundError, PermissionError):  # somebody else was faster, or it is another user's
+            except OSError:  # another process was faster; it is another user's; it is a launcher's folder, not ours
                 continue
             removed.append(path.name)
     return removed
