@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import Pipeline, ring_attention, tensor_parallel, ulysses_attention
+from lockstep.layout.region import region_of
 from lockstep.layout.world import World
 from tests.ranks import on_ranks, refused
 from tests.test_tensor_parallel import gpt
@@ -117,6 +118,20 @@ def test_odd_layers_of_a_pipeline() -> None:
     on_ranks(check_rows, 2)
 
 
+class Normalized(nn.Linear):
+    """Its outputs depend on each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1)
+
+
+class Bent(nn.Linear):
+    """Its outputs are no sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
 class Tripled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 3 * super().forward(x)
@@ -142,7 +157,8 @@ def refusals(world: World) -> list[str]:
     q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 6, 8)
     frequent = nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True))
     tries: list[Callable[[], Any]] = [
-        lambda: tensor_parallel(nn.Sequential(Tripled(4, 4)), {"0": "column"}),
+        lambda: tensor_parallel(nn.Sequential(Normalized(4, 4)), {"0": "column"}),
+        lambda: tensor_parallel(nn.Sequential(Bent(4, 4)), {"0": "row"}),
         lambda: tensor_parallel(hooked(), {"0": "column"}),
         lambda: tensor_parallel(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), {"0": "row"}),
         lambda: tensor_parallel(frequent, {"0": "vocab"}),
@@ -162,14 +178,35 @@ def refusals(world: World) -> list[str]:
 
 def test_what_would_be_silently_wrong_is_refused() -> None:
     for said in on_ranks(refusals, 2):
-        assert "has a forward of its own" in said[0]
-        assert "it has hooks" in said[1]
-        assert "its weight is parametrized" in said[2]
-        assert "scale_grad_by_freq cannot be cut" in said[3]
-        assert "part of an nn.TransformerEncoderLayer" in said[4]
-        assert "does not say what it is made of" in said[5]
-        assert "must be of the same positions" in said[6]
+        assert "the parts of a Normalized, by its own forward, do not give its outputs side by side" in said[0]
+        assert "the parts of a Bent, by its own forward, do not add up to its outputs" in said[1]
+        assert "it has hooks" in said[2]
+        assert "its weight is parametrized" in said[3]
+        assert "scale_grad_by_freq cannot be cut" in said[4]
+        assert "part of an nn.TransformerEncoderLayer" in said[5]
+        assert "does not say what it is made of" in said[6]
         assert "must be of the same positions" in said[7]
+        assert "must be of the same positions" in said[8]
+
+
+def own_forwards(world: World) -> None:
+    """A linear layer's own forward is kept: it scales, and casts its weight."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(Tripled(6, 8), nn.GELU(), Tripled(8, 4)).double()
+    model = tensor_parallel(copy.deepcopy(whole), {"0": "column", "2": "row"})
+    x = torch.randn(5, 6, dtype=torch.float64)
+    expected, found = whole(x), model(x)
+    assert torch.allclose(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        wanted = region_of(parameter).read(whole.get_parameter(name).grad)
+        assert torch.allclose(parameter.grad.reshape(-1), wanted), name
+    assert torch.allclose(copy.deepcopy(model)(x), expected)
+
+
+def test_a_linear_layers_own_forward_is_kept() -> None:
+    on_ranks(own_forwards, 2)
 
 
 class Shared(nn.Module):

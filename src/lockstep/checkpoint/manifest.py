@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.strange import json_of
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -92,10 +93,10 @@ def is_plain_name(name: object) -> bool:
 def read_json(file: Path) -> dict[str, Any]:
     """An object; DamagedError for anything else."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json_of(file)
     except OSError as error:
         raise DamagedError(f"{file} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedError(f"{file} is damaged: it is not valid JSON") from error
     if not isinstance(values, dict):
         raise DamagedError(f"{file} is damaged: it holds no object")

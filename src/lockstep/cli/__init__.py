@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from io import TextIOWrapper
 
 from lockstep.errors import RankError, UserError
+from lockstep.strange import shown
 
 if multiprocessing.parent_process() is not None:  # a rank being started: Ctrl-C ends it without a word
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -150,5 +151,5 @@ def _say(text: str, status: int) -> int:
     if os.environ.get(DEBUGGING) and sys.exc_info()[0] is not None:
         traceback.print_exc()
     rank = os.environ.get("RANK")
-    print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr)
+    print(f"[rank {rank}] {shown(text)}" if rank else shown(text), file=sys.stderr)
     return status

@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from lockstep.config import Config, load_config
+from lockstep.config.check import check_range
 from lockstep.config.load import field_name, nearest, type_name, valid_keys
 from lockstep.config.shipped import find_config
 from lockstep.config.trust import check_trusted, is_of_a_run
@@ -146,6 +147,8 @@ def _refuse_wrong_values(argv: list[str], config: Config) -> None:
         kind = get_type_hints(type(getattr(config, section))).get(field_name(key))
         if kind is not None and not any(_fits(word, one) for one in options_of(kind)):
             raise UserError(f"{before} is {word!r}, but it must be {type_name(kind)}")
+        if kind is not None and {int, float} & set(options_of(kind)) and word != "None":
+            check_range(f"{section}.{key}", float(word), word)
 
 
 def options_of(kind: Any) -> list[Any]:

@@ -82,10 +82,22 @@ def main(argv: list[str]) -> int:
     if name is None:
         raise UserError(f"lockstep schedule needs a name: one of {', '.join(SCHEDULES)}")
     stages, count, launch = arguments.stages, arguments.micro_batches, arguments.launch
+    check_drawable(stages, count, arguments.chunks)
     launch.nproc = stages
     run = partial(run_on_ranks, measure, name, count, arguments.chunks, launch=launch)
     compare(arguments, name, stages, count, arguments.chunks, run)
     return 0
+
+
+MOST_PASSES = 100_000
+
+
+def check_drawable(stages: int, count: int, chunks: int) -> None:
+    if stages * count * max(1, chunks) > MOST_PASSES:
+        raise UserError(
+            f"{stages:,} stages x {count:,} micro-batches x {chunks:,} chunks are more than the {MOST_PASSES:,} passes "
+            f"that can be drawn; give fewer"
+        )
 
 
 def of_config(argv: list[str]) -> int:
@@ -103,6 +115,7 @@ def of_config(argv: list[str]) -> int:
     check_before_ranks(config, launch, default_nproc=launch.nproc)
     run = partial(run_on_ranks, measure_config, config, launch=launch)
     count = micro_batches_of(parallel, config.train.accumulation)
+    check_drawable(parallel.pp, count, parallel.chunks)
     compare(arguments, parallel.schedule, parallel.pp, count, parallel.chunks, run)
     return 0
 

@@ -1,6 +1,7 @@
 """Ranges: what a type cannot say about a value."""
 
 import dataclasses
+from math import inf
 from typing import Any
 
 from lockstep.config.own import is_import
@@ -48,7 +49,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.check_replicas": (0, COUNT),
     "train.log_every": (1, COUNT),
     "train.recompute_every": (1, COUNT),
-    "train.seed": (0, 2**62),
+    "train.seed": (0, 10**12),
     "lora.rank": (0, WIDTH),
     "lora.alpha": (0, AMOUNT),
     "checkpoint.every": (0, COUNT),
@@ -75,12 +76,11 @@ RANGES: dict[str, tuple[float, float]] = {
 
 def check_ranges(config: Config) -> None:
     """Refuse values that no run can use, naming the key and the range."""
-    for key, (low, high) in RANGES.items():
+    for key in RANGES:
         section, name = key.split(".")
         value: Any = getattr(getattr(config, section), name, None)
         for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and not low <= number <= high:  # NaN is in no range
-                raise UserError(f"{key} is {_shortly(value)}, but it must be {_allowed(number, low, high)}")
+            check_range(key, number, value)
     check_names(config)
     for degree in ("replicate", "shard"):
         if getattr(config.parallel, degree) == 0:
@@ -89,6 +89,13 @@ def check_ranges(config: Config) -> None:
         for name, value in values.items():
             if isinstance(value, str) and "\0" in value:
                 raise UserError(f"{section}.{name} has a NUL character in it, which no name may have")
+
+
+def check_range(key: str, number: float | None, value: Any) -> None:
+    """Of one number of a key's `value`."""
+    low, high = RANGES.get(key, (-inf, inf))
+    if number is not None and not low <= number <= high and key in RANGES:  # NaN is in no range
+        raise UserError(f"{key} is {_shortly(value)}, but it must be {_allowed(number, low, high)}")
 
 
 OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw"), ("constant", "cosine", "step")

@@ -146,7 +146,8 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML in which a key given twice is an error, not a silent last one wins."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        merge = "tag:yaml.org,2002:merge"  # << : it may be there twice, and what it brings gives way
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         twice = sorted({str(k) for k in keys if keys.count(k) > 1})
         if twice:
             raise yaml.YAMLError(f"key {twice[0]} is given twice (line {node.start_mark.line + 1} ff.)")

@@ -11,7 +11,7 @@ from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, Windo
 from lockstep.data.digits import load_digits
 from lockstep.data.images import ImageFolder, augmented, load_imagefolder
 from lockstep.data.mnist import load_mnist
-from lockstep.data.own import Mapped, Streamed, collated, first_of, load_own
+from lockstep.data.own import Mapped, Streamed, collated, digest, first_of, load_own
 from lockstep.data.reading import Reader
 from lockstep.data.sampler import Sampler, read_share
 from lockstep.data.synthetic import make_synthetic
@@ -50,7 +50,7 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
     elif data.name == "imagefolder":
         dataset = load_imagefolder(path, data.shape)
     elif data.name == "own":
-        dataset = load_own(data)
+        dataset = load_own(data, config.train.seed)
     elif data.name == "digits":
         dataset = load_digits()
     elif data.name == "mnist":
@@ -109,6 +109,7 @@ __all__ = [
     "build_data",
     "called_with",
     "collated",
+    "digest",
     "first_of",
     "make_synthetic",
     "mapped",

@@ -7,7 +7,10 @@ an IterableDataset        a stream of (input, target), read from its beginning
 Inputs are a tensor, for `model(inputs)`; a tuple of them, for `model(*inputs)`; or a dict, for `model(**inputs)`.
 """
 
+import hashlib
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -100,11 +103,27 @@ def collated(samples: list[Any], name: str) -> Batch:
     return Batch(from_pixels(inputs), targets)
 
 
-def load_own(data: Data) -> DataSet:
+@contextmanager
+def drawn_alike(seed: int) -> Iterator[None]:
+    """Random numbers that a user's function draws without a seed are the same on every rank."""
+    here, numpys = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(here)
+            np.random.set_state(numpys)
+
+
+def load_own(data: Data, seed: int = 0) -> DataSet:
     """What the function that `data.import` names gives."""
     assert data.import_ is not None, "checked with the config"
     name = data.import_
-    found = called(name, "data.import", data.args)
+    with drawn_alike(seed):
+        found = called(name, "data.import", data.args)
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise UserError(
             f"data.import {name} must return a training and a test set, and has returned {type(found).__name__}"
@@ -157,6 +176,17 @@ def head_of(split: Split, count: int) -> Batch:
     """A batch of its first samples."""
     found = split.head(count) if isinstance(split, Streamed) else split
     return found.batch(torch.arange(min(count, len(found))))
+
+
+def digest(dataset: DataSet) -> str:
+    """Of what a few samples are, and how many there are: ranks compare it."""
+    about = hashlib.sha256()
+    for split in (dataset.train, dataset.test):
+        batch = head_of(split, 4)
+        for tensor in tensors_in((batch.inputs, batch.targets)):
+            about.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + tensor.cpu().contiguous().numpy().tobytes())
+        about.update(b"stream" if isinstance(split, Streamed) else str(len(split)).encode())
+    return about.hexdigest()
 
 
 def spec_of(train: Split, classes: int) -> DataSpec:

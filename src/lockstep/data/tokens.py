@@ -21,6 +21,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.dataset import DataSet, DataSpec
 from lockstep.errors import UserError
 from lockstep.results.whole import made_whole
+from lockstep.strange import json_of
 
 IDS, ABOUT = "tokens.bin", "tokens.json"
 BYTES = "bytes"
@@ -65,6 +66,11 @@ class MappedTokens:
         starts = [self.first + i * self.context for i in indices.tolist()]
         windows = np.stack([self.ids[s : s + self.context + 1] for s in starts]).astype(np.int64)
         tokens = torch.from_numpy(windows)
+        if (largest := int(windows.max())) >= self.about.vocabulary:
+            raise UserError(
+                f"{self.file} has the token {largest}, and {ABOUT} a vocabulary of {self.about.vocabulary}; "
+                f"make it again with lockstep tokenize"
+            )
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -84,19 +90,33 @@ def load_tokens(folder: Path, context: int) -> DataSet:
 def read_about(folder: Path) -> About:
     """Checked: it may come from a stranger."""
     try:
-        about = About(**json.loads((folder / ABOUT).read_text(encoding="utf-8")))
+        about = About(**json_of(folder / ABOUT))
+        check_about(about)
         size = np.dtype(about.dtype).itemsize
         found = (folder / IDS).stat().st_size
     except FileNotFoundError:
         raise UserError(f"{folder} has no {ABOUT}; make it with lockstep tokenize FILES --out {folder}") from None
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder / ABOUT} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if about.dtype not in ("uint8", "uint16", "uint32") or found != about.count * size or not found:
+    if found != about.count * size or not found:
         raise UserError(
             f"{folder / IDS} is {found:,} bytes, and {ABOUT} speaks of {about.count:,} ids of {about.dtype}; "
             f"make it again with lockstep tokenize"
         )
     return about
+
+
+def check_about(about: About) -> None:
+    """ValueError where a value cannot be."""
+    if about.dtype not in ("uint8", "uint16", "uint32"):
+        raise ValueError(f"dtype is {about.dtype!r}, but it must be uint8, uint16 or uint32")
+    for name in ("count", "vocabulary"):
+        value = getattr(about, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**48:
+            raise ValueError(f"{name} is {str(value)[:40]!r}, but it must be a whole number above 0")
+    share = about.test_share
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise ValueError(f"test_share is {str(share)[:40]!r}, but it must be between 0 and 1")
 
 
 # ---- making one ----------------------------------------------------------------------------------------------------

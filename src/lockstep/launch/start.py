@@ -30,7 +30,7 @@ from lockstep.errors import UserError
 from lockstep.launch.adopt import adopt_environment
 from lockstep.launch.cores import available_cores, changed_environment
 from lockstep.launch.failure import explain, said_something
-from lockstep.launch.join import DeviceChoice, choose_device, join_world
+from lockstep.launch.join import DeviceChoice, check_known, choose_device, join_world
 from lockstep.launch.leftovers import FOLDER_PREFIX, remove_leftovers
 from lockstep.launch.processes import signature
 from lockstep.launch.rank import (
@@ -99,6 +99,8 @@ def run_on_ranks(
         raise UserError(f"--timeout is {launch.timeout:g}, but it must be more than 0 s")
     nproc = launch.nproc if launch.nproc is not None else default_nproc
     check_nproc(launch, nproc)
+    if launch.backend is not None:
+        check_known(launch.backend)
     if falls_back_to_cpu(launch, nproc):
         print(f"{nproc} ranks on the CPU: there are fewer GPUs here (--share-gpu lets ranks share one)")
         launch = replace(launch, device="cpu")

@@ -26,6 +26,10 @@ class Row:
     transposed: bool = False
 
 
+LARGEST = {"layers": 10_000}
+"""Of what config.json says; of anything else, 1,000,000,000."""
+
+
 def form_of(shape: Shape) -> str:
     """gpt2 or llama; other mixtures have no name there."""
     parts = (shape.norm, shape.position, shape.activation)
@@ -171,9 +175,9 @@ def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
     except KeyError as missing:
         raise UserError(f"config.json has no {missing.args[0]}") from None
     for key in ("d_model", "layers", "heads", "kv_heads", "context", "vocabulary"):
-        value = getattr(found, key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise UserError(f"config.json gives {value!r} for what we call {key}, and it must be 1 or more")
+        value, most = getattr(found, key), LARGEST.get(key, 10**9)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most):
+            raise UserError(f"config.json gives {value!r} for what we call {key}, and it must be from 1 to {most:,}")
     for key, allowed in needs.items():
         if theirs.get(key, allowed[0]) not in allowed:
             raise UserError(f"{key} is {theirs[key]}, and ours is {allowed[0]}; train it as --model.name hf instead")

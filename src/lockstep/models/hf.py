@@ -3,7 +3,6 @@
 It is theirs, names and all; only its forward is ours: tokens in, logits out, as every model here.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.config import schema
 from lockstep.errors import UserError
 from lockstep.models.gpt import fused
+from lockstep.strange import json_of
 
 INSTALL = 'pip install -e ".[hf]"'
 DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "hidden_dropout", "classifier_dropout")
@@ -26,7 +26,7 @@ def vocabulary_of(folder: str | None) -> int:
     if folder is None:
         raise UserError("model.name hf needs model.path, a folder with a config.json")
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
+        return int(json_of(file)["vocab_size"])
     except OSError as error:
         raise UserError(f"model.path {folder} has no config.json that can be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:

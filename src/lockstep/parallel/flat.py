@@ -32,6 +32,11 @@ class Piece:
     """Where they lie in the rank's part."""
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient to be laid into a buffer: an embedding's may be sparse."""
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+
+
 class FlatLayout:
     """Where each of some tensors lies when they are laid end to end and cut into `parts` equal parts."""
 

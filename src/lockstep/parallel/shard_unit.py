@@ -34,7 +34,7 @@ from lockstep.comm.collectives import (
 from lockstep.comm.ledger import about
 from lockstep.layout.group import Group
 from lockstep.layout.region import Region, region_of
-from lockstep.parallel.flat import FlatLayout, Piece
+from lockstep.parallel.flat import FlatLayout, Piece, dense
 
 Owner = tuple[nn.Module, str]
 """A module and the name under which it has a parameter."""
@@ -265,9 +265,9 @@ class ShardUnit:
                 view.zero_()
                 continue
             if self._is_divided_before:
-                torch.mul(gradient.detach(), 1.0 / self.group.size, out=view)
+                torch.mul(dense(gradient), 1.0 / self.group.size, out=view)
             else:
-                view.copy_(gradient.detach())
+                view.copy_(dense(gradient))
             self.bodies[index].grad = None
             self.used[index] = True
         self.reduced = True

@@ -25,6 +25,7 @@ from lockstep.comm.collectives import Pending, new_buffer, reduce_scatter_async
 from lockstep.comm.ledger import about
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.flat import dense
 from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.sharded_optimizer import ParameterBucket, ShardedOptimizer
 from lockstep.parallel.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
@@ -56,7 +57,7 @@ class GradientBucket:
             if parameter.grad is None:
                 view.zero_()
                 continue
-            torch.mul(parameter.grad.detach(), self.scale, out=view)
+            torch.mul(dense(parameter.grad), self.scale, out=view)
             parameter.grad = None
             self.used[index] = True
         self._pending = reduce_scatter_async(self.own, self.buffer, group=self.bucket.group, purpose="gradients")

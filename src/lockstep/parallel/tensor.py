@@ -31,7 +31,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
-from lockstep.models.lora import LoRALinear
 from lockstep.models.replace import replace_module
 from lockstep.parallel.cuts import even_cut
 from lockstep.parallel.exchange import split_to_ranks, summed
@@ -173,12 +172,9 @@ def cut_module(part: nn.Module, kind: str, group: Group, sequence: bool, tied: T
     return column
 
 
-PLAIN = (nn.Linear.forward, nn.Embedding.forward, LoRALinear.forward)
-
-
 def check_plain(part: nn.Module) -> None:
-    """Whatever a layer does besides multiplying would be lost with it."""
-    if isinstance(part, nn.Linear | nn.Embedding) and type(part).forward not in PLAIN:
+    """Whatever a layer does besides multiplying would be lost with it; a linear layer's own forward is kept."""
+    if isinstance(part, nn.Embedding) and type(part).forward is not nn.Embedding.forward:
         raise UserError(f"{type(part).__name__} has a forward of its own, which its parts would not have")
     if any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)):
         raise UserError("it has hooks, which its parts would not have; register them afterwards")

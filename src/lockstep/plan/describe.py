@@ -1,6 +1,5 @@
 """From what a person has (our config, a Hugging Face config.json) to what the planner knows of a model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from lockstep.config import GPT
 from lockstep.config.gpt import gpt_shape
 from lockstep.errors import UserError
 from lockstep.plan.network import Network, latent_block, transformer, transformer_block
+from lockstep.strange import json_of
 
 
 def network_of_gpt(model: GPT) -> Network:
@@ -62,10 +62,10 @@ def network_of_hf(file: Path, context: int | None) -> Network:
     """Llama, Qwen, Mistral, GPT-2, GPT-NeoX and their kin, dense and with experts."""
     file = file / "config.json" if file.is_dir() else file
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json_of(file)
     except OSError as error:
         raise UserError(f"--hf {file} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"--hf {file} is not valid JSON ({str(error)[:100]})") from None
     if not isinstance(values, dict):
         raise UserError(f"--hf {file} holds no object; give a model's config.json")

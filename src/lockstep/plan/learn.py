@@ -1,6 +1,5 @@
 """From runs that have been trained: how far predictions were, and a machine file that knows."""
 
-import json
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
@@ -16,6 +15,7 @@ from lockstep.plan.network import Network
 from lockstep.plan.software import COMPILED, OURS
 from lockstep.plan.step import Setting, step_time
 from lockstep.results.metrics import read_metrics
+from lockstep.strange import json_of
 from lockstep.strategies import degrees_of
 
 STAGES = {"zero1": 1, "zero1_torch": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
@@ -77,7 +77,7 @@ def learned(folder: Path, machine: Machine) -> Learned:
     config = load_config(folder / "config.yaml")
     check_trusted(config, folder / "config.yaml", only=("model.import",))
     try:
-        ranks = int(json.loads((folder / "run.json").read_text(encoding="utf-8"))["result"]["ranks"])
+        ranks = int(json_of(folder / "run.json")["result"]["ranks"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder} is not the folder of a run of lockstep train ({error})") from None
     steps = [r for r in read_metrics(folder) if r.get("kind") == "train" and r.get("samples_per_s")]

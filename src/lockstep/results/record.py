@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.results.environment import command_line, environment, now
 from lockstep.results.whole import write_whole
+from lockstep.strange import json_of
 
 FORMAT = 1
 
@@ -35,7 +36,7 @@ class Record:
 def read_record(file: Path) -> Record:
     """The record in `file`; a clear refusal if it is something else."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json_of(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lockstep.config import Parallel
 from lockstep.config.shipped import find_config
 from lockstep.errors import UserError
+from lockstep.strange import json_of
 from lockstep.strategies.options import Options
 
 
@@ -95,7 +96,7 @@ def refuse_contradictions(settings: dict[str, Any], ours: dict[str, tuple[str, A
 
 def read_settings(file: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(find_config(file).read_text(encoding="utf-8"))
+        settings = json_of(find_config(file))
     except OSError as error:
         raise UserError(
             f"{file}: cannot be read ({error.strerror}); ready ones: deepspeed/zero2.json and others"

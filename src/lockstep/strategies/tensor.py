@@ -144,5 +144,6 @@ def sizes_to_cut(model: nn.Module, sequence: bool) -> dict[str, int]:
         return {**sizes, "model.context, whose positions parallel.sequence cuts": shape.context} if sequence else sizes
     if sequence:
         raise UserError(f"parallel.sequence cuts positions, and {type(model).__name__} has none; use gpt")
-    layers: Any = model.layers
-    return {"model.width": layers[0].out_features} if len(layers) > 1 else {}
+    layers: Any = getattr(model, "layers", None)
+    mlp = isinstance(layers, nn.ModuleList) and len(layers) > 1 and isinstance(layers[0], nn.Linear)
+    return {"model.width": layers[0].out_features} if mlp else {}  # of a user's plan, what does not fit is said by name

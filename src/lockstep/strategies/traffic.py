@@ -71,10 +71,12 @@ def traffic_by_axis(
         context_traffic(stage, cp.size, parallel.attention, count, positions * cp.size, itemsize) for count, _ in rows
     )
     if isinstance(stage, Stage):
-        elements = sum(tokens for _, tokens in rows) * stage_width(stage)
+        width = stage_width(stage)
+        elements = sum(tokens for _, tokens in rows) * (width or 0)
         if parallel.sequence:
             elements //= tp.size
-        found["pp"] = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
+        sent = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
+        found["pp"] = None if width is None else sent
     return {axis: None if axis in parallel.native else theory for axis, theory in found.items()}
 
 
@@ -85,10 +87,10 @@ def layout_pieces(layout: Layout | FirstRank, rows: int) -> int | None:
     return 2 if layout.world.device.type == "cuda" and rows > 1 else 1
 
 
-def stage_width(stage: Stage) -> int:
-    """Features of what passes from one stage to the next."""
-    shape: Any = stage.__dict__["whole"].shape
-    width: int = shape.d_model
+def stage_width(stage: Stage) -> int | None:
+    """Features of what passes from one stage to the next; None of a user's model, where it may differ."""
+    shape: Any = getattr(stage.__dict__["whole"], "shape", None)
+    width: int | None = getattr(shape, "d_model", None)
     return width
 
 

@@ -21,6 +21,7 @@ from lockstep.errors import UserError
 from lockstep.launch.watch import store_address
 from lockstep.layout.world import World
 from lockstep.results.whole import write_whole
+from lockstep.strange import json_of
 
 STATUS, STEP = "status.json", ".step"
 NUMBER = struct.Struct("<q")
@@ -44,12 +45,12 @@ class Status:
 def read_status(run: Path) -> Status | None:
     """None: the folder has none, or none of ours."""
     try:
-        status = Status(**json.loads((run / STATUS).read_text(encoding="utf-8")))
+        status = Status(**json_of(run / STATUS))
         status.ranks = [(str(host), int(pid)) for host, pid in status.ranks]
         status.ended_in = [int(step) for step in status.ended_in]
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return None
-    return status
+    return status if status.ranks else None
 
 
 def step_in_progress(run: Path) -> int:

@@ -25,6 +25,7 @@ from lockstep.models.convert import config_from_hf, tensors_from_hf, to_hf
 from lockstep.models.gpt import GPT
 from lockstep.models.lora import merge_lora
 from lockstep.results.whole import made_whole
+from lockstep.strange import json_of
 from lockstep.training.prepare import load_weights, prepared_model
 from lockstep.training.run_folder import CONFIG, read_spec, write_spec
 
@@ -151,7 +152,7 @@ def export_hf(source: Path, folder: Path, consent: Consent | None = None) -> int
 def import_hf(source: Path, folder: Path) -> Config:
     """Make a folder with our config.yaml and model.safetensors from a GPT-2's or Llama's; returns the config."""
     try:
-        about = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        about = json_of(source / "config.json")
         if not isinstance(about, dict):
             raise ValueError("it holds no settings")
     except OSError as error:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Train
-from lockstep.config.own import called, imported, is_import, only_taken
+from lockstep.config.own import called, imported, is_import, only_taken, where_and_what
 from lockstep.errors import UserError
 
 
@@ -28,7 +28,12 @@ def own_optimizer(train: Train, parameters: list[Any]) -> torch.optim.Optimizer:
     """It is given what it has a parameter for of lr, momentum, betas and weight_decay."""
     make = imported(train.optimizer, "train.optimizer")
     offered = {name: getattr(train, name) for name in ("lr", "momentum", "betas", "weight_decay")}
-    made = called(train.optimizer, "train.optimizer", only_taken(make, offered), parameters)
+    try:
+        made = called(train.optimizer, "train.optimizer", only_taken(make, offered), parameters)
+    except UserError:
+        raise
+    except Exception as error:  # of anybody's code
+        raise UserError(f"train.optimizer {train.optimizer} cannot be made: {where_and_what(error)}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(f"train.optimizer {train.optimizer} must give an Optimizer, and gave {type(made).__name__}")
     return made

@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import GPT, Config, Own
-from lockstep.data import DataSet, DataSpec, Streamed, build_data, first_of
+from lockstep.data import DataSet, DataSpec, Streamed, build_data, digest, first_of
 from lockstep.errors import UserError
 from lockstep.launch.calls import PATIENT
 from lockstep.layout.world import World
@@ -62,7 +63,21 @@ def load_data(world: World, config: Config) -> DataSet:
         dist.barrier(group=patient)
     dist.destroy_process_group(patient)
     assert dataset is not None
+    check_same_data(config, dataset)
     return dataset
+
+
+def check_same_data(config: Config, dataset: DataSet) -> None:
+    """Ranks read shares of one data set: a function that gives each another one would train on samples twice."""
+    if config.data.name != "own":
+        return
+    everyone = all_gather_objects(digest(dataset))
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise UserError(
+                f"data.import {config.data.import_} gives other samples on rank {rank} than on rank 0; every rank must "
+                f"get the same data set, of which it reads its share: seed what is random, and shard nothing"
+            )
 
 
 def load_head(world: World, config: Config) -> DataSet:

@@ -23,6 +23,7 @@ from lockstep.data import DataSpec, Kind
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.results.whole import write_whole
+from lockstep.strange import json_of
 from lockstep.training.attempt import all_ends, read_status
 
 CONFIG = "config.yaml"
@@ -231,9 +232,9 @@ def write_spec(run: Path, spec: DataSpec) -> None:
 def read_spec(run: Path) -> DataSpec | None:
     """As a run has written it; None where it has not, or where it is none."""
     try:
-        about = json.loads((run / SPEC).read_text(encoding="utf-8"))
+        about = json_of(run / SPEC)
         kind, shape, classes = about["kind"], tuple(int(size) for size in about["shape"]), int(about["classes"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     usable = kind in get_args(Kind) and len(shape) <= 8 and all(0 < size < 2**31 for size in (*shape, classes))
     return DataSpec(kind, shape, classes) if usable else None

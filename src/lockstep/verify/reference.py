@@ -90,6 +90,10 @@ class Reference:
         loss, correct = self._measure(outputs, batch.targets)
         loss.backward()
         parameters = [p for p in self._model.parameters() if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = (
+                parameter.grad.to_dense() if parameter.grad is not None else None
+            )  # torch clips no sparse one
         limit = self.scenario.clip_norm
         norm = nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
         gradients = {n: p.grad.clone() for n, p in self._model.named_parameters() if p.grad is not None}

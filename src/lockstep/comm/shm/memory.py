@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lockstep.errors import UserError
+
 
 def flat(tensor: Tensor, any_order: bool = False) -> Tensor:
     """All elements in a row, sharing the tensor's memory but not its history in autograd.
@@ -14,7 +16,7 @@ def flat(tensor: Tensor, any_order: bool = False) -> Tensor:
     if not tensor.is_cpu:
         raise ValueError(f"the shm backend moves CPU tensors, and this one is on {tensor.device}; use nccl or gloo")
     if tensor.layout != torch.strided:
-        raise ValueError("the shm backend moves dense tensors, and this one is sparse; use --backend gloo")
+        raise UserError("the shm backend moves dense tensors, and this one is sparse; use --backend gloo")
     if tensor.is_contiguous():
         row = tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
     elif any_order and _is_dense(tensor):
