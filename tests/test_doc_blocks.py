@@ -97,7 +97,8 @@ def page_params(quick: bool) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    shutil.copy(ROOT / "examples/my_nets.py", tmp_path)
+    for name in ("my_nets.py", "my_cuts.py"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
     return tmp_path
 
 

@@ -21,6 +21,7 @@ FAST = {
     "compare_ddp_fsdp.py": (["--steps", "4", "--width", "32"], "largest difference of a loss: 0.0e+00"),
     "language_model.py": (["--steps", "20", "--context", "16"], "step   20  loss"),
     "naive_ddp.py": (["--steps", "10"], "of the step"),
+    "recipes.py": (["--steps", "6", "--strategy", "zero3"], "6 tensors in the whole state"),
     "sharded_model.py": (["--steps", "20", "--width", "32"], "step   20  loss of rank 0's samples"),
     "image_classifier.py": (["--folder", "images", "--epochs", "2", "--batch-size", "9"], "of the test images"),
     "finetune_lora.py": (
@@ -31,7 +32,7 @@ FAST = {
 
 
 def test_every_example_is_tested() -> None:
-    imported = {"my_nets.py"}  # by the commands of docs/own.md: tests/test_doc_blocks.py
+    imported = {"my_cuts.py", "my_nets.py"}  # by the commands of docs/own.md: tests/test_doc_blocks.py
     assert {file.name for file in EXAMPLES.glob("*.py")} == set(FAST) | imported
     assert len((EXAMPLES / "naive_ddp.py").read_text().splitlines()) < 80
 

@@ -14,7 +14,9 @@ from lockstep.config import load_config
 from lockstep.data.own import drawn_alike
 from lockstep.errors import UserError
 from lockstep.layout.world import World
+from lockstep.parallel.propose import proposed_plan
 from lockstep.strange import json_of, shown
+from lockstep.strategies.tensor import check_tensor
 from lockstep.training.prepare import load_data
 from tests.ranks import on_ranks
 
@@ -184,6 +186,20 @@ def test_a_users_plan_a_users_row_and_sparse_gradients_verify(
     command = ["verify", "--model.import", here + model, "--data.import", here + data, "--world-size", "2"]
     assert main([*command, "--steps", "2", "--precision", "fp32", "--strategies", *strategies]) == 0
     assert f"{len(strategies)} of {len(strategies)} passed" in capsys.readouterr().out
+
+
+def test_a_plan_is_proposed_where_a_model_has_none() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.out_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    blocks = nn.ModuleDict({"blocks": nn.ModuleList([Attention(), Attention()])})
+    assert proposed_plan(blocks) == {"blocks.*.q_proj": "column", "blocks.*.out_proj": "row"}
+    assert proposed_plan(Row()) == {"1": "column", "3": "row"}
+    assert proposed_plan(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))) == {}
+    with pytest.raises(UserError, match=r'it might be def tensor_plan\(self\): return \{"1": "column", "3": "row"\}'):
+        check_tensor(Row(), 2, sequence=False)
 
 
 def by_rank() -> Any:

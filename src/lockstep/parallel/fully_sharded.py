@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm.collectives import all_reduce, new_buffer
+from lockstep.comm.collectives import new_buffer
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.blocks import ShardBy
 from lockstep.parallel.shard_unit import Placement, ShardUnit, State
@@ -387,26 +387,11 @@ class FullyShardedDataParallel(ShardedModule):
             unit.forget_gradients()
         super().zero_grad(set_to_none)
 
-    @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        """Of the whole model's gradient: pieces are squared and added up over the ranks, the rest counts once."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.placement.device)
-        for unit in self.units():
-            gradients = [p.grad for p in unit.parameters if p.grad is not None and p.grad.numel()]
-            share = 1.0 / self.group.size if unit.replicated else 1.0
-            if gradients:
-                squares += nn.utils.get_total_norm(gradients).to(squares) ** 2 * share
-        return all_reduce(squares, group=self.group, purpose="norm").sqrt()
-
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As torch's, by the norm over all ranks; returns the norm."""
-        norm = self.gradient_norm()
-        scale = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for parameter in (p for unit in self.units() for p in unit.parameters):
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        return norm
+        """`lockstep.clip_grad_norm_(self, max_norm)`."""
+        from lockstep.parallel.gradient_norm import clip_grad_norm_  # it knows all wrappers
+
+        return clip_grad_norm_(self, max_norm)
 
 
 class _EndOfBackward(torch.autograd.Function):

@@ -9,6 +9,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Group
 from lockstep.models.loss import LossSum, Measure, cross_entropy_sum
 from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lockstep.parallel.propose import proposed_plan, shown_plan
 from lockstep.parallel.stage import Elsewhere
 from lockstep.parallel.tensor import SummedOverPositions, cut_as_planned, match_plan, own_plan
 from lockstep.parallel.vocabulary import cross_entropy_of_parts
@@ -116,9 +117,13 @@ def check_tensor(model: nn.Module, degree: int, sequence: bool) -> None:
     if degree == 1:
         return
     if not hasattr(model, "tensor_plan"):
+        plan = proposed_plan(model)
+        mend = (
+            f"it might be {shown_plan(plan)}" if plan else "it needs pairs of linear layers; docs/own.md has an example"
+        )
         raise UserError(
-            f"parallel.tp {degree} needs a model that says how it is cut, and {type(model).__name__} does not; use gpt "
-            f"or mlp"
+            f"parallel.tp {degree} needs a model that says how it is cut, by tensor_plan(), and {type(model).__name__} "
+            f"does not; {mend}"
         )
     for what, size in sizes_to_cut(model, sequence).items():
         if size % degree:

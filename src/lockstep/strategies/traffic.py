@@ -70,6 +70,8 @@ def traffic_by_axis(
     found["cp"] = added(
         context_traffic(stage, cp.size, parallel.attention, count, positions * cp.size, itemsize) for count, _ in rows
     )
+    if not any(hasattr(model, name) for name in ("shape", "tensor_sizes", "layers")):
+        found["tp"] = None  # a user's: whether its first cut layer's inputs want a gradient only its forward says
     if isinstance(stage, Stage):
         width = stage_width(stage)
         elements = sum(tokens for _, tokens in rows) * (width or 0)
