@@ -1,9 +1,10 @@
 """Lockstep: whatever the strategy, the ranks together train exactly as one process would."""
 
+import atexit
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lockstep.comm.register import register_shm
+from lockstep.comm.register import leave, register_shm
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ _HOMES = {
 }
 
 register_shm()
+atexit.register(leave)
 
 
 def __dir__() -> list[str]:
