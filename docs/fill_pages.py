@@ -2,6 +2,7 @@
 
     <!-- constants -->                             the planner's constants
     <!-- matrix -->                                the scenarios of lockstep choose
+    <!-- others -->                                words of other tools, and ours
     <!-- code: examples/my_nets.py -->             a file, without its docstring
     <!-- code: examples/own_loop.py: train -->     a function or class of it
     <!-- code: lockstep.Pipeline -->               the example of a docstring
@@ -25,13 +26,16 @@ from make_api import examples
 
 import lockstep
 from lockstep.cli import main
+from lockstep.cli.others import tables
 from lockstep.cli.plan import known_network
 from lockstep.plan.choose import SCENARIOS, matrix
 from lockstep.plan.constants import told
 from lockstep.plan.machine import parse_cluster
 
 DOCS = Path(__file__).parent
-MARK = re.compile(r"(<!-- (constants|matrix|code: [^>]+|output: [^>]+) -->\n).*?(\n<!-- end -->)", flags=re.DOTALL)
+MARK = re.compile(
+    r"(<!-- (constants|matrix|others|code: [^>]+|output: [^>]+) -->\n).*?(\n<!-- end -->)", flags=re.DOTALL
+)
 
 
 def constants_table() -> str:
@@ -46,7 +50,7 @@ def matrix_table() -> str:
     return "\n".join(matrix(networks, {s.cluster: parse_cluster(s.cluster) for s in SCENARIOS}))
 
 
-TABLES: dict[str, Callable[[], str]] = {"constants": constants_table, "matrix": matrix_table}
+TABLES: dict[str, Callable[[], str]] = {"constants": constants_table, "matrix": matrix_table, "others": tables}
 
 
 def code(place: str) -> str:

@@ -1,6 +1,7 @@
 """The command as a person meets it: help with an example everywhere, and one clear line for every mistake."""
 
 import importlib
+import re
 import subprocess
 import sys
 from dataclasses import Field, fields
@@ -16,7 +17,8 @@ from lockstep.bar import Bar
 from lockstep.cli import COMMANDS, main
 from lockstep.cli.arguments import check_model
 from lockstep.cli.flags import DEEPSPEED, KNOWN, refuse_unknown, sections
-from lockstep.config import Config, Own, Parallel
+from lockstep.cli.others import OTHERS
+from lockstep.config import Config, Own, Parallel, load_config
 from lockstep.config.load import MODELS, valid_keys
 from lockstep.launch import Launch
 from lockstep.results.record import read_record
@@ -217,3 +219,16 @@ def test_without_a_terminal_a_long_work_tells_how_far_it_is(
 def test_slips_are_recognized(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_other_tools_call_it_leads_to_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = set()
+    for model in MODELS:
+        keys |= set(valid_keys(sections(load_config(None, model))))
+    for words in OTHERS.values():
+        for theirs, ours in words.items():
+            for flag in re.findall(r"--([a-z.-]+[a-z])", ours):
+                known = flag.replace("-", "_") in keys or any(flag in flags for flags in KNOWN.values())
+                assert known, f"{theirs}: --{flag} is no flag of ours"
+    assert main(["train", "--n_layer", "3"]) == 2
+    assert "unknown flag --n_layer; here it is --model.layers" in capsys.readouterr().err

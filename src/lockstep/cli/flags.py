@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from lockstep.cli.others import ours_for
 from lockstep.config import Config, load_config
 from lockstep.config.check import check_range
 from lockstep.config.load import field_name, nearest, type_name, valid_keys
@@ -71,7 +72,8 @@ def refuse_unknown(command: str, argv: list[str]) -> None:
             continue
         if name not in known and name.removeprefix("no-") not in known:
             alike = get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"; did you mean --{alike[0]}?" if alike else ""
+            ours = ours_for(flag)
+            hint = f"; here it is {ours}" if ours else f"; did you mean --{alike[0]}?" if alike else ""
             raise UserError(f"unknown flag {flag}{hint}; see lockstep {command} --help")
 
 
