@@ -300,3 +300,40 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
         for kind, found in rank.items():
             for key, value in expected.items():
                 torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=f"{kind} {key}")
+
+
+# ---- a rank that goes on after an error ----------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    """Backward of this rank ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ZeroDivisionError("a bad sample")
+
+
+def caught_errors(world: World, sync: str) -> str:
+    """Rank 1 catches what its backward raises, and goes on: the next forward, or this, drops the round."""
+    model = lockstep.DataParallel(build(), sync=sync)
+    if world.rank == 1:
+        model.module[3].register_forward_hook(lambda _module, _inputs, output: Fails.apply(output))
+    inputs, targets = lockstep.shard_batch(batch_of(0), world.rank, world.size)
+    try:
+        F.cross_entropy(model(inputs), targets).backward()
+    except ZeroDivisionError:
+        model.zero_grad()
+    except UserError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("sync", ["overlap", "bucketed"])
+def test_a_rank_that_goes_on_after_an_error_is_noticed_by_the_others(sync: str) -> None:
+    first, second = on_ranks(caught_errors, 2, sync, timeout=60)
+    assert "the backward of another rank has failed" in first
+    assert second == "went on"

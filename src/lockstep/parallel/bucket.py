@@ -37,7 +37,7 @@ class Bucket:
         self.buffer = new_buffer(count + len(parameters) + tells_late, like.dtype, like.device, group)
         self.gradients, self.flags = self.buffer[:count], self.buffer[count:]
         self.used, self.late = self.flags[: len(parameters)], self.flags[len(parameters) :]
-        self.has_late_gradients = False
+        self.has_late_gradients: float = False
         self.slices: list[slice] = []
         self.views: list[Tensor] = []
         start = 0
@@ -110,6 +110,11 @@ class Bucket:
     def late_parameters(self) -> list[nn.Parameter]:
         """Parameters that have a gradient although their first one is already in the buffer."""
         return [p for p, placed in zip(self.parameters, self.placed, strict=True) if placed and p.grad is not None]
+
+    @property
+    def any_rank_failed(self) -> bool:
+        """After the reduction; only a bucket that `tells_late` knows."""
+        return bool(self.late.isnan().any())
 
     @property
     def any_rank_is_late(self) -> bool:

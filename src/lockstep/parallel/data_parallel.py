@@ -20,6 +20,7 @@ by order, and a rank that skips a parameter must not swap two of them.
 """
 
 import weakref
+from math import nan
 from typing import Literal, get_args
 
 import torch
@@ -142,8 +143,9 @@ class DataParallel(GradientWrapper):
         for parameter in self._sparse:
             average_sparse_gradient(parameter, self.group)
 
-    def _finish_all_reduces(self) -> bool:
-        """Issue what has not been issued and wait for everything. True if some rank has late gradients.
+    def _finish_all_reduces(self, dropped: bool = False) -> bool:
+        """Issue what has not been issued and wait for everything. True if some rank has late gradients. `dropped`: this
+        rank's backward has failed, and its gradients count nothing; ranks that would step with the others' are told.
 
         A gradient is late if its parameter's first is already in the bucket: with re-entrant checkpointing, or (manual)
         after a second backward. It then stands alone in `p.grad`. The last bucket tells all ranks whether any has such
@@ -154,7 +156,7 @@ class DataParallel(GradientWrapper):
         for parameter, _ in late:
             parameter.grad = None
         if self.buckets:
-            self.buckets[-1].has_late_gradients = bool(late)
+            self.buckets[-1].has_late_gradients = nan if dropped else bool(late)
         while self._issued < len(self.buckets):
             self.buckets[self._issued].place_rest()
             with standing_still():  # backward is over
@@ -174,6 +176,11 @@ class DataParallel(GradientWrapper):
         last = self.buckets[-1]
         device = last.buffer.device
         if flag_device(self.group, device) == device:
+            if not dropped and last.any_rank_failed:
+                raise UserError(
+                    "the backward of another rank has failed, and that rank has gone on without this step: ranks would "
+                    "part; let the error end the rank, or have all ranks skip the step together"
+                )
             return last.any_rank_is_late
         return any_rank(bool(late), device, self.group)
 
@@ -184,7 +191,7 @@ class DataParallel(GradientWrapper):
         """
         if self._round_is_open or any(any(bucket.placed) for bucket in self.buckets):
             with torch.no_grad():
-                self._finish_all_reduces()
+                self._finish_all_reduces(dropped=True)
             self.forget_step()
             self._round_is_open = False
         super().zero_grad(set_to_none)
