@@ -203,5 +203,7 @@ def test_a_run_whose_ranks_are_gone(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(status)))
     said, hangs = look_at(tmp_path)
     assert hangs
-    assert "nobody answers at 127.0.0.1:1: rank 0: process 4194305 on" in said
+    assert ": failed, step 0" in said
+    assert "rank 0: process 4194305 on" in said
     assert said.endswith("is gone")
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"

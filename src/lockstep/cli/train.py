@@ -12,8 +12,9 @@ from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths
 from lockstep.cli.flags import config_from, sections, without_flag
 from lockstep.cli.parsing import parse
 from lockstep.config import Config, Plan
-from lockstep.errors import UserError
+from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
+from lockstep.training.attempt import note_if_gone
 from lockstep.training.loop import train_in_folder
 from lockstep.training.out_of_memory import RAN_OUT
 from lockstep.training.result import TrainResult
@@ -74,6 +75,10 @@ def main(argv: list[str]) -> int:
             saves_when_stopped=True,
             max_restarts=arguments.max_restarts,
         )[0]
+    except RankError:
+        for run in [Path(arguments.run_dir)] if arguments.run_dir else Path("runs").glob("*"):
+            note_if_gone(run)
+        raise
     except UserError as mistake:
         if RAN_OUT not in str(mistake):
             raise

@@ -11,10 +11,12 @@ import platform
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.errors import UserError
@@ -32,7 +34,7 @@ class Status:
     """Of a run, as its folder tells it."""
 
     launch: str | None
-    state: Literal["running", "stopped", "done"]
+    state: Literal["running", "stopped", "done", "failed"]
     restarts: int
     ranks: list[tuple[str, int]]
     """Machine and process of each rank."""
@@ -51,6 +53,19 @@ def read_status(run: Path) -> Status | None:
     except (OSError, ValueError, TypeError):
         return None
     return status if status.ranks else None
+
+
+def note_if_gone(run: Path) -> None:
+    """A run that says it runs, whose processes were of this machine and are all gone, has failed: they were killed, and
+    could not say so.
+    """
+    status = read_status(run)
+    if status is None or status.state != "running":
+        return
+    if all(host == platform.node() and not psutil.pid_exists(pid) for host, pid in status.ranks):
+        status.state = "failed"
+        with suppress(OSError):  # a folder that cannot be written says what it said
+            write_whole(run / STATUS, json.dumps(asdict(status), indent=1) + "\n")
 
 
 def step_in_progress(run: Path) -> int:
@@ -83,7 +98,7 @@ class Attempt:
         if self._step is not None:
             NUMBER.pack_into(self._step, 0, step)
 
-    def end(self, state: Literal["stopped", "done"]) -> None:
+    def end(self, state: Literal["stopped", "done", "failed"]) -> None:
         """A disk that has become full costs the note, not what was trained."""
         self.status.state = state
         try:
@@ -108,5 +123,8 @@ class Attempt:
             with mmap.mmap(file.fileno(), NUMBER.size) as self._step:
                 try:
                     yield
+                except BaseException:
+                    self.end("failed")
+                    raise
                 finally:
                     self._step = None

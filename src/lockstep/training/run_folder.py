@@ -80,7 +80,7 @@ def _attempted(world: World, config: Config, run_dir: str | None) -> RunFolder |
         if _misfit(replace(config, train=train), run):
             continue
         ends = all_ends(run, status)
-        if status.state == "running" and len(ends) > 1 and ends[-1] == ends[-2]:
+        if status.state in ("running", "failed") and len(ends) > 1 and ends[-1] == ends[-2]:
             raise UserError(
                 f"two attempts in a row ended in step {ends[-1]}; another would too, so it is not started (go on with "
                 f"--resume {run} when the cause is mended)"
