@@ -18,6 +18,7 @@ from lockstep.cli.parsing import check_outputs, parse
 from lockstep.cli.tables import console, keep, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
 from lockstep.config import GPT, Config
+from lockstep.config.own import shown_name
 from lockstep.errors import RankError, UserError
 from lockstep.launch import adopt_environment, run_on_ranks
 from lockstep.launch.join import check_known
@@ -193,7 +194,7 @@ def write(
         write_rows(with_known_names(rows, columns), Path(arguments.csv))
     if arguments.plot is None and arguments.json is None:
         return
-    model = f"{config.model.name} of {timings[0].parameters:,} parameters"
+    model = f"{shown_name(config.model)} of {timings[0].parameters:,} parameters"
     batch = f"{config.train.precision}, batch {config.train.batch_size}"
     title = f"{arguments.preset or f'{model}, {batch}'}, {ranks_of(timings)}"
     drawn = {t.label: t.timelines for t in timings}

@@ -9,6 +9,7 @@ from lockstep.cli.flags import config_from, sections
 from lockstep.cli.parsing import parse
 from lockstep.cli.tables import console, new_table
 from lockstep.config import Config
+from lockstep.config.own import shown_name
 from lockstep.errors import UserError
 from lockstep.launch import run_on_ranks
 from lockstep.profile import Profile, profile_steps
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
             *(mark_steps, config, arguments.steps, arguments.warmup), launch=arguments.launch, default_nproc=2
         )[0]
         if os.environ.get("RANK", "0") == "0":
-            marked = f"{counted(arguments.steps, 'step')} of {config.model.name}, {parameters:,} parameters"
+            marked = f"{counted(arguments.steps, 'step')} of {shown_name(config.model)}, {parameters:,} parameters"
             console().print(f"marked: {marked}, as NVTX ranges; nsys has them if it was started around this command")
         return 0
     folder = Path(arguments.run_dir)
@@ -86,7 +87,7 @@ def show(found: Profile, config: Config, folder: Path, snapshot: Path | None) ->
     ranks = len(found.diagnoses)
     kinds = [kind for kind in KINDS if kind in found.diagnoses[0].shares]
     table = new_table(
-        f"{config.model.name}, {found.parameters:,} parameters, {strategy_name(config.parallel)}",
+        f"{shown_name(config.model)}, {found.parameters:,} parameters, {strategy_name(config.parallel)}",
         ("rank",),
         ("step\nms", *(f"{kind}\n% of it" for kind in kinds)),
     )

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,12 @@ from lockstep.errors import UserError
 def is_import(name: str) -> bool:
     """`package.module:object`, and not one of the names that there are."""
     return ":" in name
+
+
+def shown_name(section: Any) -> str:
+    """Of a config's model or data: its name, or that of what the user has given, as it may stand in a file's name."""
+    own = section.name == "own" and section.import_ is not None
+    return re.sub(r"[^\w.]", "_", section.import_.rpartition(":")[2]) if own else str(section.name)
 
 
 def imported(path: str, key: str) -> Any:

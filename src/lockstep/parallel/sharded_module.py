@@ -229,7 +229,7 @@ class ShardedModule(GradientWrapper):
         if self.group.size == 1:
             return self.full_state_dict()
         raise UserError(
-            f"state_dict() would hold one {self.group.size}th of every tensor; call full_state_dict() on every rank "
+            f"state_dict() would hold 1/{self.group.size} of every tensor; call full_state_dict() on every rank "
             f"(only_rank=0: the others get nothing), and load_full_state_dict() to load it"
         )
 

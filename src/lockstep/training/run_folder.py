@@ -19,6 +19,7 @@ from lockstep.checkpoint.checkpoints import CHECKPOINTS
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, load_config
+from lockstep.config.own import shown_name
 from lockstep.data import DataSpec, Kind
 from lockstep.errors import UserError
 from lockstep.layout.world import World
@@ -90,7 +91,7 @@ def _attempted(world: World, config: Config, run_dir: str | None) -> RunFolder |
 
 
 def task_of(config: Config) -> str:
-    return f"{config.model.name}-{config.data.name}"
+    return f"{shown_name(config.model)}-{shown_name(config.data)}"
 
 
 def _choose(config: Config, run_dir: str | None, resume: str | None) -> RunFolder:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from lockstep.comm.ledger import Ledger, Mark, mark
 from lockstep.config import Config
-from lockstep.config.own import imported, where_and_what
+from lockstep.config.own import imported, shown_name, where_and_what
 from lockstep.data import Batch, DataSet
 from lockstep.errors import UserError
 from lockstep.launch.leftovers import memory_home
@@ -67,7 +67,7 @@ class Telling:
         world, config = self.world, self.config
         size = "a stream" if samples is None else f"{samples:,} samples"
         self.console.print(
-            f"[bold]{config.model.name}[/] ({self.strategy.parameters:,} parameters) on "
+            f"[bold]{escape(shown_name(config.model))}[/] ({self.strategy.parameters:,} parameters) on "
             f"[bold]{escape(self.dataset.name)}[/] ({size}), strategy "
             f"[bold]{strategy_name(config.parallel)}[/], {counted(world.size, 'rank')} "
             f"on {world.device.type} ({world.backend}), {config.train.precision}"

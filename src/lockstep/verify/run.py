@@ -12,6 +12,7 @@ from lockstep.bar import Bar
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.ledger import Traffic
 from lockstep.config import MLP, Config, Model, Parallel
+from lockstep.config.own import shown_name
 from lockstep.data import tensors_in
 from lockstep.errors import UserError
 from lockstep.layout.world import World
@@ -190,7 +191,7 @@ class Proofs:
         for index, scenario in enumerate(scenarios):
             comparison, strategy = compare(self._reference(scenario, equal), equal, self.request.steps, self.table)
             verdict.comparisons[scenario.name] = comparison
-            verdict.models[scenario.model.name] = strategy.parameters
+            verdict.models[shown_name(scenario.model)] = strategy.parameters
             if comparison.first is not None:
                 verdict.failures.append(f"{scenario.name}: {comparison.first}")
             if index == 0:
