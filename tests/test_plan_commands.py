@@ -2,11 +2,13 @@
 
 import csv
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
+from lockstep.cli.flags import config_from, refuse_unknown
 from lockstep.config import load_config
 from lockstep.errors import UserError
 from lockstep.plan import step
@@ -223,3 +225,17 @@ def test_the_page_shows_filters_and_answers_a_click(tmp_path: Path) -> None:
         wait_until(browser, "document.querySelectorAll('#memory svg').length === 1")
         assert browser.problems == []
         assert [url for url in browser.fetched if not url.startswith(("file:", "data:", "about:"))] == []
+
+
+@pytest.mark.parametrize("model", ["gpt2-xl", "resnet50"])
+def test_the_command_that_choose_prints_is_one_that_train_takes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["choose", "--model", model, "--cluster", "1x4xv100-32", "--global-batch", "64", "--finetune", "no"]) == 0
+    )
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("lockstep train "))
+    words = shlex.split(command)[2:]
+    config, rest = config_from(words)
+    refuse_unknown("train", rest)
+    assert config.model.name == ("gpt" if model == "gpt2-xl" else "resnet")
+    assert words[words.index("--train.precision") + 1] == "fp16", "a V100 has no units for bf16"
+    assert words[words.index("--train.batch-size") + 1] == "64"

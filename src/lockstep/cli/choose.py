@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.plan.choose import choose
 from lockstep.plan.describe import network_of_hf
 from lockstep.plan.known import KNOWN
-from lockstep.plan.machine import kinds, parse_cluster
+from lockstep.plan.machine import kinds, parse_cluster, usual_precision
 from lockstep.words import duration
 
 
@@ -42,7 +42,8 @@ class ChooseArguments:
     """Samples of a step. None: 8 for each GPU."""
     context: int | None = None
     """Tokens of a sample. None: what the model says."""
-    precision: Literal["bf16", "fp16", "fp8", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp8", "fp32"] | None = None
+    """None: bf16 where the GPUs have it, else fp16."""
     finetune: Literal["yes", "no"] | None = None
     """Train adapters (LoRA) on frozen weights."""
 
@@ -68,7 +69,8 @@ def main(argv: list[str]) -> int:
     batch = arguments.global_batch if arguments.global_batch is not None else 8 * cluster.gpus
     if arguments.context is not None and arguments.context < 1:
         raise UserError(f"--context is {arguments.context}, but it must be 1 or more")
-    found = choose(network, cluster, batch, arguments.precision, arguments.finetune == "yes")
+    precision = arguments.precision or usual_precision(cluster.machine)
+    found = choose(network, cluster, batch, precision, arguments.finetune == "yes")
     screen = console()
     screen.print(f"[bold]{found.strategy}[/]: {found.reason}", soft_wrap=True, highlight=False)
     if found.plan is None:
@@ -84,8 +86,10 @@ def main(argv: list[str]) -> int:
     if found.plan.layout.ep > 1:
         print("lockstep train has no experts yet: this is what one would run elsewhere")
     else:
-        print(f"{train_command(cluster, 'CONFIG')} {found.flags}")
-        print("(CONFIG: one of yours for this model; lockstep plan CONFIG --out run.yaml writes such flags into one)")
+        model, remark = model_flags(arguments, network.context)
+        run = f"--data.name synthetic --train.batch-size {batch} --train.precision {precision} --train.steps 50"
+        print(f"{train_command(cluster, model)} {found.flags} {run}{remark}")
+        print("(on made-up data, to see it run; lockstep plan CONFIG --out run.yaml writes flags into a config)")
     if found.fastest is not None:
         gain = found.plan.time.seconds / found.fastest.time.seconds - 1
         print(f"{gain:.0%} faster, and less simple: {found.fastest.layout} ({duration(found.fastest.time.seconds)})")
@@ -93,6 +97,21 @@ def main(argv: list[str]) -> int:
     flags = f"--cluster {arguments.cluster} --global-batch {batch} --context {network.context}"
     print(f"all layouts: lockstep plan {model} {flags}")
     return 0
+
+
+def model_flags(arguments: ChooseArguments, context: int) -> tuple[str, str]:
+    """Of `lockstep train`, for the model that was asked about; and what to say of it."""
+    name = arguments.model or ""
+    if arguments.hf is None and name.startswith("gpt2-"):
+        return f"--model.name gpt --model.size {name[5:]} --model.context {context} --model.vocabulary 50304", ""
+    if arguments.hf is None and name.startswith("resnet"):
+        return f"--model.name resnet --model.depth {name[6:]} --data.shape 3 224 224 --data.classes 1000", ""
+    folder = name
+    if arguments.hf is not None:
+        given = Path(arguments.hf)
+        folder = str(given.parent if given.suffix == ".json" else given)
+    remark = "" if Path(folder).is_dir() else f"   # {folder}/: its folder of Hugging Face's"
+    return f"--model.name hf --model.path {folder} --model.context {context}", remark
 
 
 def asked(question: str, flag: str, example: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lockstep.errors import UserError
-from lockstep.plan.machine import Cluster
+from lockstep.plan.machine import Cluster, usual_precision
 from lockstep.plan.network import Network
 from lockstep.plan.search import Plan, Question, search
 from lockstep.plan.software import OURS, Kept, Software
@@ -130,8 +130,8 @@ def matrix(network_of: "dict[str, Network]", cluster_of: "dict[str, Cluster]") -
     for s in SCENARIOS:
         network = network_of[s.model]
         network = network.with_context(s.context) if s.context else network
-        precision = "fp16" if "v100" in s.cluster else "bf16"
-        found = choose(network, cluster_of[s.cluster], s.batch, precision, s.finetune)
+        cluster = cluster_of[s.cluster]
+        found = choose(network, cluster, s.batch, usual_precision(cluster.machine), s.finetune)
         assert found.plan is not None
         where = f"{s.title} ({s.cluster}, global batch {s.batch})"
         seconds = f"{found.plan.time.seconds:.2f} s"

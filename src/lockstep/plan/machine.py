@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -82,6 +82,12 @@ class Cluster:
 
     def __str__(self) -> str:
         return f"{self.nodes} x {self.per_node} x {self.machine.name or self.machine.title}"
+
+
+def usual_precision(machine: Machine) -> Literal["bf16", "fp16", "fp32"]:
+    """What one trains in on it: bf16, unless fp16 is much faster (a V100 has no units for bf16)."""
+    bf16, fp16 = (machine.peak_tflops.get(kind, 0.0) for kind in ("bf16", "fp16"))
+    return "fp32" if not bf16 + fp16 else "fp16" if fp16 > 1.5 * bf16 else "bf16"
 
 
 def kinds() -> list[str]:
