@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lockstep
 from lockstep.cli import main
 from lockstep.config import Config, Data, Own, Train
 from lockstep.data import Batch, shard_batch
@@ -180,3 +181,80 @@ def test_shard_batch_takes_nests_as_they_are() -> None:
     assert (mine["flag"], float(mine["t"])) == (True, 1.0)
     with pytest.raises(UserError, match="tensors of 4 and 6 rows"):
         shard_batch((torch.zeros(6), torch.zeros(4)), 0, 2)
+
+
+# ---- models of transformers, in a loop of one's own ----------------------------------------------------------------
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+LANGUAGE = {
+    "LlamaForCausalLM": {**SIZES, **HEADS},
+    "Qwen3ForCausalLM": {**SIZES, **HEADS, "head_dim": 8},
+    "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 16},
+    "MambaForCausalLM": {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "vocab_size": 40},
+    "T5ForConditionalGeneration": {
+        "d_model": 16,
+        "d_ff": 32,
+        "d_kv": 8,
+        "num_heads": 2,
+        "num_layers": 2,
+        "decoder_start_token_id": 0,
+    },
+}
+DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "dropout_rate")
+
+
+def of_transformers(name: str) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, name)
+    config = kind.config_class(**LANGUAGE[name])
+    for dropout in DROPOUTS:
+        if hasattr(config, dropout):
+            setattr(config, dropout, 0.0)
+    torch.manual_seed(2)
+    model: nn.Module = kind(config).double()
+    return model
+
+
+def tokens_of(step: int) -> dict[str, Tensor]:
+    tokens = torch.randint(1, 40, (8, 9), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def loop_of(model: Any, optimizer: torch.optim.Optimizer, share: tuple[int, int]) -> None:
+    for step in range(2):
+        optimizer.zero_grad()
+        model(**shard_batch(tokens_of(step), *share)).loss.backward()
+        optimizer.step()
+
+
+def own_loops(world: World, names: list[str]) -> dict[str, float]:
+    """How far each wrapper is from one process."""
+    found = {}
+    for name in names:
+        whole = of_transformers(name)
+        loop_of(whole, torch.optim.SGD(whole.parameters(), lr=0.05), (0, 1))
+        for wrapper in ("bucketed", "zero2", "zero3"):
+            model: Any = of_transformers(name)
+            if wrapper == "zero2":
+                sharded = lockstep.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+                optimizer: torch.optim.Optimizer = sharded
+                model = lockstep.ShardedDataParallel(model, sharded)
+            else:
+                make: Any = lockstep.DataParallel if wrapper == "bucketed" else lockstep.FullyShardedDataParallel
+                model = make(model)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            loop_of(model, optimizer, (world.rank, world.size))
+            state = model.full_state_dict() if wrapper == "zero3" else model.module.state_dict()
+            off = [float((state[key] - value).abs().max()) for key, value in whole.state_dict().items()]
+            found[f"{name}, {wrapper}"] = max(off)
+    return found
+
+
+@pytest.mark.slow
+def test_the_wrappers_are_right_for_models_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    for found in on_ranks(own_loops, 2, list(LANGUAGE)):
+        assert {what: off for what, off in found.items() if off > 1e-9} == {}
+        assert len(found) == 3 * len(LANGUAGE)
