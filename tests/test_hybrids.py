@@ -207,10 +207,10 @@ SMALL = ["--data.name", "synthetic", "--data.samples", "16", "--model.d-model", 
         pytest.param("gpt_3d", 8, marks=pytest.mark.slow),
     ],
 )
-def test_every_config_trains(config: str, ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_config_trains(config: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--nproc", str(ranks), "--oversubscribe", "--device", "cpu", "--run-dir", str(tmp_path / "run")]
     assert main(["train", f"configs/{config}.yaml", *flags, "--train.steps", "2", *SMALL]) == 0
-    assert "2 steps in" in capfd.readouterr().out
+    assert "2 steps in" in capsys.readouterr().out
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
