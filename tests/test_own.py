@@ -172,7 +172,8 @@ def test_commands_take_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "global batch 40 = 10 per rank x 2 micro-batches x 2 ranks" in out
     for word in ("reached: train loss", "samples/s without evaluation and saving", "time: ", "peak memory of a rank"):
         assert word in out
-    assert main(["export", f"{tmp_path}/r", "--out", f"{tmp_path}/w.safetensors"]) == 0
+    named = ["--model.import", "tests.own_code:Net"]  # else no code that a run's folder names is run
+    assert main(["export", f"{tmp_path}/r", "--out", f"{tmp_path}/w.safetensors", *named]) == 0
     verified = "--strategies bucketed zero3 --world-size 2 --steps 2 --device cpu"
     assert main(["verify", *own.split(), "--train.loss", "tests.own_code:smoothed", *verified.split()]) == 0
     assert "2 of 2 passed" in capfd.readouterr().out
