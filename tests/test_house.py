@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = (
-    ("errors", "words", "intervals", "bar", "strange", "uncompiled"),
+    ("errors", "words", "intervals", "bar", "strange", "uncompiled", "leaving"),
     ("layout", "launch", "config", "results"),
     ("comm", "models", "data"),
     ("parallel",),

@@ -41,7 +41,7 @@ def held_bytes(world: World, name: str) -> dict[str, float]:
     if name in ("zero1", "zero2"):
         gradients += [tensor for bucket in module.buckets for tensor in (bucket.own, bucket.buffer)]
     if name == "zero3":
-        gradients += [buffer.memory for both in module._gradient_buffers.values() for buffer in both]
+        gradients += module.gradient_buffers()
     state = [value for of_one in strategy.engine.local_optimizer.state.values() for value in of_one.values()]
     plain = prepared_model(config, dataset.spec)
     unit = max(sum(p.nbytes for p in block.parameters()) for block in plain.blocks)  # type: ignore[union-attr]

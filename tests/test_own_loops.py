@@ -4,7 +4,7 @@ an average of the weights, freezing. Under every wrapper it is the loop of one p
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Held
 from lockstep.layout.group import Group, group_of, shared_group
 from lockstep.layout.world import World
+from lockstep.parallel.data_parallel import Sync
 from lockstep.parallel.holding import held_by
 from lockstep.strategies.state import gathered
 from tests.ranks import on_ranks, refused
@@ -332,7 +333,7 @@ def caught_errors(world: World, sync: str) -> str:
     return "went on"
 
 
-@pytest.mark.parametrize("sync", ["overlap", "bucketed"])
+@pytest.mark.parametrize("sync", get_args(Sync))
 def test_a_rank_that_goes_on_after_an_error_is_noticed_by_the_others(sync: str) -> None:
     first, second = on_ranks(caught_errors, 2, sync, timeout=60)
     assert "the backward of another rank has failed" in first

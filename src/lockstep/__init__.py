@@ -4,8 +4,9 @@ import atexit
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lockstep.comm.register import leave, register_shm
+from lockstep.comm.register import register_shm
 from lockstep.errors import UserError
+from lockstep.leaving import leave
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.own_loop import load, save

@@ -1,5 +1,5 @@
-"""Files that anybody may have made: read without waiting for ever, without filling the memory, and without reaching the
-terminal as anything but text.
+"""A stranger's files: read without waiting for ever, without filling the memory, and without reaching the terminal as
+anything but text.
 """
 
 import json

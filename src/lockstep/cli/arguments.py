@@ -32,6 +32,7 @@ from lockstep.parallel.blocks import blocks_of
 from lockstep.plan.trace import spec_without_data
 from lockstep.strategies import STRATEGIES, check_parallel, degrees_of
 from lockstep.strategies.combining import check_cuts
+from lockstep.training.export import Consent
 
 LinkFlag = Annotated[
     str | None,
@@ -41,8 +42,23 @@ LinkFlag = Annotated[
     ),
 ]
 
-ModelImport = Annotated[str | None, tyro.conf.arg(name="model.import")]
-DataImport = Annotated[str | None, tyro.conf.arg(name="data.import")]
+
+@dataclass
+class ReadsRun:
+    """What every command takes that reads the folder of a run, which may be a stranger's."""
+
+    model_import: Annotated[str | None, tyro.conf.arg(name="model.import")] = None
+    """The import that the run's config names for its model, if it has one: without it, no code of the folder is run."""
+    data_import: Annotated[str | None, tyro.conf.arg(name="data.import")] = None
+    """Likewise for its data, of an old run that does not say what its samples look like."""
+    trust: bool = False
+    """Run whatever code the run's config names."""
+    older: bool = False
+    """Where the newest checkpoint is damaged, take the newest whole one."""
+
+    @property
+    def consent(self) -> Consent:
+        return Consent(tuple(filter(None, (self.model_import, self.data_import))), self.trust, self.older)
 
 
 def check_link(link: str, launch: Launch) -> None:

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.checkpoint.checkpoints import CHECKPOINTS
-from lockstep.cli.arguments import DataImport, ModelImport
+from lockstep.cli.arguments import ReadsRun
 from lockstep.cli.parsing import check_output, parse
 from lockstep.errors import UserError
-from lockstep.training.export import Consent, export_hf, export_weights
+from lockstep.training.export import export_hf, export_weights
 
 
 @dataclass
-class ExportArguments:
+class ExportArguments(ReadsRun):
     """Write a run's weights to one safetensors file for other tools: lockstep export RUN, a run's folder or one of its
     checkpoints, whatever strategy and number of ranks saved it. LoRA's adapters are merged into the weights.
 
@@ -31,14 +31,6 @@ class ExportArguments:
     """The file to write. None: model.safetensors in the run's folder. With --format hf a folder; None: hf, in it."""
     format: Literal["safetensors", "hf"] = "safetensors"
     """hf: a folder that Hugging Face's transformers load, of a GPT (as GPT-2 or Llama) or of a model of theirs."""
-    model_import: ModelImport = None
-    """The import that the run's config names for its model, if it has one: without it, no code of the folder is run."""
-    data_import: DataImport = None
-    """Likewise for its data, of an old run that does not say what its samples look like."""
-    trust: bool = False
-    """Run whatever code the run's config names."""
-    older: bool = False
-    """Where the newest checkpoint is damaged, take the newest whole one."""
 
 
 def main(argv: list[str]) -> int:
@@ -48,20 +40,17 @@ def main(argv: list[str]) -> int:
         raise UserError("lockstep export needs a run: lockstep export runs/NAME")
     if not Path(source).is_dir():
         raise UserError(f"{source} is not a folder; give a run's folder, or one of its checkpoints")
-    consent = Consent(
-        tuple(filter(None, (arguments.model_import, arguments.data_import))), arguments.trust, arguments.older
-    )
     is_checkpoint = (Path(source) / "manifest.json").exists()
     home = Path(source).parent.parent if is_checkpoint else Path(source)
     if arguments.format == "hf":
         folder = Path(arguments.out or home / "hf")
-        print(f"{export_hf(Path(source), folder, consent)} tensors in {folder}/")
+        print(f"{export_hf(Path(source), folder, arguments.consent)} tensors in {folder}/")
         return 0
     target = Path(arguments.out or home / "model.safetensors")
     check_output("--out", str(target))
     imported = not (home / CHECKPOINTS).exists()  # by lockstep import: there is nothing but this file
     if imported and target.resolve() == (home / "model.safetensors").resolve():
         raise UserError(f"{source} is {target} already; give --out, another file, or --format hf")
-    count = export_weights(Path(source), target, consent)
+    count = export_weights(Path(source), target, arguments.consent)
     print(f"{count} tensors, {target.stat().st_size / 1e6:,.1f} MB in {target}")
     return 0

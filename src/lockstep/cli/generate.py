@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from lockstep.cli.arguments import DataImport, ModelImport
+from lockstep.cli.arguments import ReadsRun
 from lockstep.cli.parsing import parse
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
@@ -20,13 +20,13 @@ from lockstep.models import build_model
 from lockstep.parallel.tensor import tensor_parallel
 from lockstep.strategies.deepspeed_inference import check_shares_no_heads, through_deepspeed
 from lockstep.strategies.tensor import check_tensor
-from lockstep.training.export import Consent, load_config_and_spec, load_model
+from lockstep.training.export import load_config_and_spec, load_model
 from lockstep.training.generate import Engine, check_generates, generate_batch
 from lockstep.words import counted
 
 
 @dataclass
-class GenerateArguments:
+class GenerateArguments(ReadsRun):
     """Write text with a trained GPT: lockstep generate RUN, a run's folder, one of its checkpoints, or an exported
     .safetensors file that lies in a run's folder.
 
@@ -56,18 +56,6 @@ class GenerateArguments:
     """Keep keys and values, so that a token costs one token's work. Without: the whole text again, each time."""
     engine: Engine = "plain"
     """plain PyTorch, or DeepSpeed's inference engine; both are tensor parallel on several ranks."""
-    model_import: ModelImport = None
-    """The import that the run's config names for its model, if it has one: without it, no code of the folder is run."""
-    data_import: DataImport = None
-    """Likewise for its data, of an old run that does not say what its samples look like."""
-    trust: bool = False
-    """Run whatever code the run's config names."""
-    older: bool = False
-    """Where the newest checkpoint is damaged, take the newest whole one."""
-
-    @property
-    def consent(self) -> Consent:
-        return Consent(tuple(filter(None, (self.model_import, self.data_import))), self.trust, self.older)
 
 
 def main(argv: list[str]) -> int:

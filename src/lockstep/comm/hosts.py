@@ -23,9 +23,14 @@ def flag_device(group: Group, device: torch.device) -> torch.device:
 
 def any_rank(here: bool, device: torch.device, group: GroupLike = None) -> bool:
     """Whether it is so on some rank."""
+    return sum_over_ranks(float(here), device, group) > 0
+
+
+def sum_over_ranks(here: float, device: torch.device, group: GroupLike = None) -> float:
+    """Of one number of each rank; the ranks compute on `device`."""
     group = group_of(group)
-    answer = torch.tensor([float(here)], device=flag_device(group, device))
-    return bool(all_reduce(answer, group=group, purpose="agreement") > 0)
+    answer = torch.tensor([here], device=flag_device(group, device))
+    return float(all_reduce(answer, group=group, purpose="agreement"))
 
 
 def hosts_meet(device: torch.device, group: GroupLike = None) -> None:

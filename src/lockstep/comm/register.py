@@ -23,15 +23,6 @@ def register_shm() -> None:
         sys.meta_path.insert(0, _WhenImported())
 
 
-def leave() -> None:
-    """At the end of a process whose script has not called `destroy_process_group`: gloo's threads, left to themselves,
-    may end it by SIGABRT. (NCCL's end with it, and would be waited for if another rank has failed.)
-    """
-    dist: Any = sys.modules.get(WAITED_FOR)
-    if dist is not None and dist.is_available() and dist.is_initialized() and "nccl" not in dist.get_backend():
-        dist.destroy_process_group()
-
-
 class _WhenImported(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != WAITED_FOR:

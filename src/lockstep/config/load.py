@@ -181,7 +181,7 @@ def _count_nodes(node: yaml.Node, above: list[yaml.Node]) -> int:
 
 def read_yaml(file: Path) -> dict[str, Any]:
     try:
-        with file.open(encoding="utf-8") as stream:
+        with file.open(encoding="utf-8") as stream:  # a pipe too: lockstep train <(sed ... config.yaml)
             text = stream.read(MOST_BYTES + 1)
         if len(text) > MOST_BYTES:
             raise UserError(f"{file}: is longer than {MOST_BYTES:,} characters, which no config is")

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lockstep.config import GPT, HF, Config
-from lockstep.data.batch import IGNORED, Batch, Inputs, Share, called_with, mapped, shard_batch, tensors_in
+from lockstep.data.batch import IGNORED, Batch, Inputs, Share, called_with, first_rows, mapped, shard_batch, tensors_in
 from lockstep.data.cifar10 import load_cifar10
 from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, Windows
 from lockstep.data.digits import load_digits
@@ -111,6 +111,7 @@ __all__ = [
     "collated",
     "digest",
     "first_of",
+    "first_rows",
     "make_synthetic",
     "mapped",
     "read_share",

@@ -65,6 +65,11 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def first_rows(nest: Any) -> Tensor:
+    """The first tensor that has rows; a number alone has none."""
+    return next(t for t in tensors_in(nest) if t.dim())
+
+
 def called_with(module: nn.Module | Callable[..., Any], inputs: Inputs) -> Any:
     """`module(inputs)`; of a tuple or a list `module(*inputs)`, of a dict `module(**inputs)`."""
     if isinstance(inputs, dict):

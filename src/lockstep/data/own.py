@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import Data
 from lockstep.config.own import called, where_and_what
-from lockstep.data.batch import Batch, tensors_in
+from lockstep.data.batch import Batch, first_rows, tensors_in
 from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, from_pixels
 from lockstep.errors import UserError
 
@@ -192,7 +192,7 @@ def digest(dataset: DataSet) -> str:
 def spec_of(train: Split, classes: int) -> DataSpec:
     """What one sample looks like, by the first one. `classes`: where nothing says how many there are."""
     batch = first_of(train)
-    inputs, targets = next(t for t in tensors_in(batch.inputs) if t.dim())[0], batch.targets[0]
+    inputs, targets = first_rows(batch.inputs)[0], batch.targets[0]
     shape = tuple(inputs.shape)
     if targets.is_floating_point():
         return DataSpec("regression", shape, targets.numel(), example=batch.inputs)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lockstep.errors import UserError
 from lockstep.launch.adopt import adopt_environment
 from lockstep.launch.join import DeviceChoice, join_world
 from lockstep.launch.start import Launch, run_on_ranks
 from lockstep.layout.world import World
+from lockstep.leaving import leave
 
 _joined: list[World] = []
 
@@ -37,15 +37,10 @@ def init(
         adopt_environment()
         joining = join_world(device, backend, share_gpu, timeout)
         _joined.append(joining.__enter__())
-        atexit.register(_leave)
+        atexit.register(leave, nccl=True)
     if seed is not None:
         torch.manual_seed(seed)
     return _joined[0]
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def spawn(

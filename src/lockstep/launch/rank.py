@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 StartMethod = Literal["spawn", "forkserver"]
 FOLDER = "LOCKSTEP_FOLDER"
-"""How the launcher tells a fork the folder that it is in."""
+"""The folder to run in, which the launcher gives to a fork."""
 _AT_IMPORT = dict(os.environ)
 """Of the server, if this is one of its forks: before the agent has told the rank who it is."""
 

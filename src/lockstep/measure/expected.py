@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lockstep.config import Config
-from lockstep.data import Batch, DataSpec, Share, tensors_in
+from lockstep.data import Batch, DataSpec, Share, first_rows
 from lockstep.models import on_meta
 from lockstep.models.loss import loss_for
 from lockstep.strategies import STRATEGIES, degrees_of, strategy_named
@@ -40,7 +40,7 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
     degrees = degrees_of(parallel, ranks)
     rows = Share(0, degrees.replicate * degrees.shard).of(train.batch_size)
     inputs = spec.inputs(rows.stop - rows.start)
-    batch = Batch(inputs, next(t for t in tensors_in(inputs) if t.dim()))
+    batch = Batch(inputs, first_rows(inputs))
     loss = loss_for(spec.kind, train.loss, spec.classes)
     found = traffic_by_axis(model, FirstRank(degrees), parallel, loss, batch, train.accumulation, compute=compute)
     return added(found.values())

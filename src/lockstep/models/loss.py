@@ -85,7 +85,7 @@ def ignored_by(mean: Any, classes: int, path: str) -> int:
 
         try:
             whole, halves = tried(slice(0, 4), targets), [tried(slice(i, i + 2), targets) for i in (0, 2)]
-        except Exception:  # of anybody's code: it wants outputs of another shape, or an object
+        except Exception:  # of the user's code: it wants outputs of another shape, or an object
             continue
         if whole and isclose(whole, sum(halves), rel_tol=1e-5):
             raise UserError(f"train.loss {path} returns the sum of the losses, and must return their mean")
@@ -104,14 +104,11 @@ def logits_of(outputs: Any) -> Any:
         return outputs
     if isinstance(outputs, Mapping) and "logits" in outputs:
         return outputs["logits"]
-    if isinstance(outputs, tuple | list) and outputs and isinstance(outputs[0], Tensor) and not named_loss(outputs):
+    if hasattr(outputs, "logits"):
+        return outputs.logits
+    if isinstance(outputs, tuple | list) and outputs and isinstance(outputs[0], Tensor):
         return outputs[0]
-    return getattr(outputs, "logits", None)
-
-
-def named_loss(outputs: Any) -> bool:
-    """A named tuple whose first is something else."""
-    return "logits" in getattr(outputs, "_fields", ())
+    return None
 
 
 def class_last(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -4,11 +4,13 @@
 
 The tail holds one number per parameter: 1 where this rank's backward produced a gradient. Summed with the gradients it
 tells how many ranks used the parameter, so that "unused everywhere" (`grad` stays None) and "unused here" (`grad`
-becomes the average) are told apart without a collective of their own. The last bucket may carry one number more: 1
-where this rank has late gradients, that came after their bucket had been issued.
+becomes the average) are told apart without a collective of their own. The last bucket carries one number more, this
+rank's `Outcome` of the backward pass: COMPLETE, LATE or FAILED.
 """
 
 from collections.abc import Callable, Sequence
+from enum import Enum
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -22,22 +24,37 @@ FIRST_BUCKET_SHARE = 1 / 3
 """The first bucket is smaller: its traffic starts early, and is hidden behind most of backward."""
 
 
+class Outcome(float, Enum):
+    """Of a rank's backward pass; ranks add theirs up, so the worst one stands out in the sum."""
+
+    COMPLETE = 0.0
+    LATE = 1.0
+    """Some gradients were ready after their bucket had been issued."""
+    FAILED = inf
+    """An error ended it: this rank's gradients count for nothing."""
+
+    @classmethod
+    def worst(cls, total: float) -> "Outcome":
+        """From the sum over the ranks."""
+        return cls.FAILED if total == inf else cls.LATE if total > 0 else cls.COMPLETE
+
+
 class Bucket:
     def __init__(
         self,
         parameters: list[nn.Parameter],
         group: GroupLike = None,
-        tells_late: bool = False,
+        carries_outcome: bool = False,
         algorithm: str = "native",
     ) -> None:
         self.parameters, self.group, self.algorithm = parameters, group_of(group), algorithm
         self.scale = 1.0 / self.group.size
         count = sum(p.numel() for p in parameters)
         like = parameters[0]
-        self.buffer = new_buffer(count + len(parameters) + tells_late, like.dtype, like.device, group)
+        self.buffer = new_buffer(count + len(parameters) + carries_outcome, like.dtype, like.device, group)
         self.gradients, self.flags = self.buffer[:count], self.buffer[count:]
-        self.used, self.late = self.flags[: len(parameters)], self.flags[len(parameters) :]
-        self.has_late_gradients: float = False
+        self.used, self.outcomes = self.flags[: len(parameters)], self.flags[len(parameters) :]
+        self.outcome = Outcome.COMPLETE
         self.slices: list[slice] = []
         self.views: list[Tensor] = []
         start = 0
@@ -84,7 +101,7 @@ class Bucket:
     def raise_flags(self) -> None:
         """Write down which gradients are this rank's."""
         self.used.fill_(1.0)
-        self.late.fill_(float(self.has_late_gradients))
+        self.outcomes.fill_(self.outcome.value)
         if self.missing:
             for index, placed in enumerate(self.placed):
                 if not placed:
@@ -111,15 +128,9 @@ class Bucket:
         """Parameters that have a gradient although their first one is already in the buffer."""
         return [p for p, placed in zip(self.parameters, self.placed, strict=True) if placed and p.grad is not None]
 
-    @property
-    def any_rank_failed(self) -> bool:
-        """After the reduction; only a bucket that `tells_late` knows."""
-        return bool(self.late.isnan().any())
-
-    @property
-    def any_rank_is_late(self) -> bool:
-        """After the reduction; only a bucket that `tells_late` knows."""
-        return bool((self.late > 0).any())
+    def total_of_outcomes(self) -> float:
+        """After the reduction, of a bucket that carries them."""
+        return float(self.outcomes)
 
 
 def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:

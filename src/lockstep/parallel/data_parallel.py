@@ -20,7 +20,6 @@ by order, and a rank that skips a parameter must not swap two of them.
 """
 
 import weakref
-from math import nan
 from typing import Literal, get_args
 
 import torch
@@ -28,11 +27,11 @@ from torch import Tensor, nn
 
 from lockstep.comm.by_hand import check_algorithm
 from lockstep.comm.collectives import all_gather
-from lockstep.comm.hosts import any_rank, flag_device
+from lockstep.comm.hosts import flag_device, sum_over_ranks
 from lockstep.comm.ledger import about, standing_still
 from lockstep.errors import UserError
 from lockstep.layout.group import GroupLike, group_of
-from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, assign_buckets
+from lockstep.parallel.bucket import FIRST_BUCKET_SHARE, Bucket, Outcome, assign_buckets
 from lockstep.parallel.compression import make_reducer
 from lockstep.parallel.wrapper import GradientWrapper, broadcast_module, check_same_model
 
@@ -82,7 +81,7 @@ class DataParallel(GradientWrapper):
         make_reducer(compression, topk_ratio, powersgd_rank)  # refuses a wrong name, at world size 1 too
         groups = self._group(dense, bucket_mb) if self.group.size > 1 else []
         self._overlaps = sync in ("overlap", "bucketed")
-        self.buckets = [Bucket(g, self.group, self._overlaps and g is groups[-1], algorithm) for g in groups]
+        self.buckets = [Bucket(g, self.group, g is groups[-1], algorithm) for g in groups]
         self._reducers = [make_reducer(compression, topk_ratio, powersgd_rank) for _ in self.buckets]
         self._issued = 0  # all-reduces of this round that are in flight: always those of the first buckets
         for number, bucket in enumerate(self.buckets):
@@ -143,20 +142,22 @@ class DataParallel(GradientWrapper):
         for parameter in self._sparse:
             average_sparse_gradient(parameter, self.group)
 
-    def _finish_all_reduces(self, dropped: bool = False) -> bool:
-        """Issue what has not been issued and wait for everything. True if some rank has late gradients. `dropped`: this
-        rank's backward has failed, and its gradients count nothing; ranks that would step with the others' are told.
+    def _finish_all_reduces(self, failed: bool = False) -> bool:
+        """Issue what has not been issued and wait for everything. True if some rank has late gradients. `failed`: this
+        rank's backward has, and its gradients count for nothing; on the other ranks that is an error.
 
         A gradient is late if its parameter's first is already in the bucket: with re-entrant checkpointing, or (manual)
-        after a second backward. It then stands alone in `p.grad`. The last bucket tells all ranks whether any has such
-        a one (on GPUs their hosts do, rather than wait for it); if so, each adds its own to the mean, and everything is
-        averaged once more: the mean over the ranks of (mean of the first + own late one) is the mean of both.
+        after a second backward. It then stands alone in `p.grad`. The last bucket carries whether any rank has such
+        a one (on GPUs the hosts exchange it, rather than wait for it); if so, each adds its own to the mean, and
+        everything is averaged once more: the mean over the ranks of (mean of the first + own late one) is the mean of
+        both.
         """
         late = [(p, p.grad) for bucket in self.buckets for p in bucket.late_parameters()]
         for parameter, _ in late:
             parameter.grad = None
+        outcome = Outcome.FAILED if failed else Outcome.LATE if late else Outcome.COMPLETE
         if self.buckets:
-            self.buckets[-1].has_late_gradients = nan if dropped else bool(late)
+            self.buckets[-1].outcome = outcome
         while self._issued < len(self.buckets):
             self.buckets[self._issued].place_rest()
             with standing_still():  # backward is over
@@ -171,18 +172,22 @@ class DataParallel(GradientWrapper):
             assert parameter.grad is not None
             assert gradient is not None
             parameter.grad.add_(gradient)
-        if not self.buckets or not self._overlaps:
-            return False
+        return bool(self.buckets) and self._worst_outcome(outcome) is Outcome.LATE
+
+    def _worst_outcome(self, local: Outcome) -> Outcome:
+        """Of all ranks' backward passes."""
         last = self.buckets[-1]
         device = last.buffer.device
         if flag_device(self.group, device) == device:
-            if not dropped and last.any_rank_failed:
-                raise UserError(
-                    "the backward of another rank has failed, and that rank has gone on without this step: ranks would "
-                    "part; let the error end the rank, or have all ranks skip the step together"
-                )
-            return last.any_rank_is_late
-        return any_rank(bool(late), device, self.group)
+            worst = Outcome.worst(last.total_of_outcomes())
+        else:
+            worst = Outcome.worst(sum_over_ranks(local.value, device, self.group))
+        if worst is Outcome.FAILED and local is not Outcome.FAILED:
+            raise UserError(
+                "the backward of another rank has failed, and that rank has gone on without this step: ranks would "
+                "part; let the error end the rank, or have all ranks skip the step together"
+            )
+        return worst
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops a round that was begun and not closed, on every rank alike.
@@ -191,7 +196,7 @@ class DataParallel(GradientWrapper):
         """
         if self._round_is_open or any(any(bucket.placed) for bucket in self.buckets):
             with torch.no_grad():
-                self._finish_all_reduces(dropped=True)
+                self._finish_all_reduces(failed=True)
             self.forget_step()
             self._round_is_open = False
         super().zero_grad(set_to_none)

@@ -28,13 +28,11 @@ order of the blocks is what the last forward pass showed. Backward goes through 
 the block that is next: ranks must issue their collectives in the same order, so where this rank's loss does not depend
 on a block, `_catch_up` issues them for it all the same.
 
-`shard_unit.py` is the unit: its two bodies, its buffers; `sharded_module.py` the module cut into units. This file is
-when which of them does what.
+`shard_unit.py` is the unit: its two bodies, its memory; `sharded_module.py` the module cut into units;
+`gradient_buffers.py` where gradients are reduced. This file is when which of them does what.
 """
 
-import copy
 import weakref
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -43,9 +41,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm.collectives import new_buffer
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.blocks import ShardBy
+from lockstep.parallel.gradient_buffers import GradientBuffers
 from lockstep.parallel.shard_unit import Placement, ShardUnit, State
 from lockstep.parallel.sharded_module import CPU, Block, Initialize, ShardedModule, fill_later
 from lockstep.parallel.wrapper import Flags, when_backward_is_over
@@ -56,15 +54,6 @@ class Pass(Enum):
 
     FORWARD = "forward, or nothing"
     BACKWARD = "backward: a forward of a block is now a recomputation"
-
-
-@dataclass(eq=False)
-class GradientBuffer:
-    """Memory in which whole gradients are reduced."""
-
-    memory: Tensor
-    user: ShardUnit | None = None
-    """Whose gradients were laid into it last."""
 
 
 class FullyShardedDataParallel(ShardedModule):
@@ -112,8 +101,9 @@ class FullyShardedDataParallel(ShardedModule):
         self._order: list[Block] = []  # as their forward began, in the last pass
         self._order_before: list[Block] = []
         self._cursor = -1  # in the order, whose backward is next: from the last to the first
-        self._gradient_buffers = self._make_buffers()
-        self._buffers_for = set(self.trained_units())
+        self._in_blocks = {unit for block in self.blocks if not block.is_root for unit in block.units}
+        self._gradient_buffers = GradientBuffers(device, self.group)
+        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
         self._hooks = [hook for block in self.blocks if not block.is_root for hook in self._watch(block)]
 
     @torch.no_grad()
@@ -121,19 +111,7 @@ class FullyShardedDataParallel(ShardedModule):
         """Another model with the same weights, sharded alike, without gradients: for an average of the weights, say.
         Every rank must copy it, as every rank must make one.
         """
-        for unit in self.units():
-            unit.reshard()
-            for parameter, shape, region in zip(unit.parameters, unit.shapes, unit.regions, strict=True):
-                empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
-                copied: Any = nn.Parameter(empty, parameter.requires_grad)
-                copied.region = region
-                memo[id(parameter)] = copied
-        module = copy.deepcopy(self.module, memo)
-        for part in module.modules():  # what calls this wrapper is not for the other
-            for hook in self._hooks:
-                part._forward_pre_hooks.pop(hook.id, None)
-                part._forward_pre_hooks_with_kwargs.pop(hook.id, None)
-                part._forward_hooks.pop(hook.id, None)
+        module = self.unfilled_copy(memo, self._hooks)
         other = FullyShardedDataParallel(
             module,
             self.shard_by,
@@ -153,28 +131,9 @@ class FullyShardedDataParallel(ShardedModule):
             theirs.shard.copy_(mine.shard)
         return other.train(self.training)
 
-    def _make_buffers(self) -> dict[torch.dtype, list["GradientBuffer"]]:
-        """Two buffers of whole gradients per dtype, which all units use in turn: while one is in flight, the next
-        unit's gradients are laid into the other. One is large enough for any unit, the other for any block.
-        """
-        inside = {unit for block in self.blocks if not block.is_root for unit in block.units}
-        lengths: dict[torch.dtype, list[int]] = {}
-        for unit in self.trained_units():
-            largest = lengths.setdefault(unit.reduce_dtype, [0, 0])
-            largest[0] = max(largest[0], unit.layout.length)
-            largest[1] = max(largest[1], unit.layout.length if unit in inside else 0)
-        return {
-            dtype: [
-                GradientBuffer(new_buffer(length, dtype, self.placement.device, self.group))
-                for length in both
-                if length
-            ]
-            for dtype, both in lengths.items()
-        }
-
     def gradient_buffers(self) -> list[Tensor]:
         """In which unsharded gradients are reduced, two of each dtype in turn."""
-        return [buffer.memory for both in self._gradient_buffers.values() for buffer in both]
+        return self._gradient_buffers.tensors()
 
     def gathered_bytes(self) -> int:
         """Memory of the units' unsharded parameters at this moment."""
@@ -211,11 +170,7 @@ class FullyShardedDataParallel(ShardedModule):
         """Between two steps the user may have frozen parameters, or unfrozen them."""
         for unit in self.units():
             unit.follow_freezing()
-        if not self._buffers_for.issuperset(self.trained_units()):
-            for unit in self.units():
-                unit.finish_reduce()
-            self._gradient_buffers = self._make_buffers()
-            self._buffers_for |= set(self.trained_units())
+        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
 
     def _outside(self) -> list[ShardUnit]:
         """What is whole from forward to backward: all that lies outside the blocks."""
@@ -324,14 +279,7 @@ class FullyShardedDataParallel(ShardedModule):
             self._cursor -= 1
 
     def _reduce(self, unit: ShardUnit) -> None:
-        buffers = self._gradient_buffers[unit.reduce_dtype]
-        buffer = next(b for b in buffers if len(b.memory) >= unit.layout.length)  # the one used least recently
-        if buffer.user is not None:
-            buffer.user.finish_reduce()  # its gradients still lie there
-        buffer.user = unit
-        buffers.remove(buffer)
-        buffers.append(buffer)
-        unit.issue_reduce(buffer.memory)
+        unit.issue_reduce(self._gradient_buffers.take(unit))
 
     # ---- when backward is over -------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 # ---- in the user's own loop ----------------------------------------------------------------------------------------
 
-_known: weakref.WeakKeyDictionary[Any, tuple[list[int], Gradients]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, tuple[list[Any], Gradients]] = weakref.WeakKeyDictionary()
 """Of each model that was clipped: who holds what does not change."""
 
 
@@ -129,7 +129,7 @@ def clip_grad_norm_(
 
 def _gradients_of(model: Any, process_group: GroupLike) -> Gradients:
     trained = trained_by(model)
-    same = [id(held.parameter) for held in trained.values()]
+    same = [process_group, *(id(held.parameter) for held in trained.values())]
     known = _known.get(model)
     if known is None or known[0] != same:
         device = next((held.tensor.device for held in trained.values()), torch.device("cpu"))

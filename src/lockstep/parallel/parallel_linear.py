@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.layout.region import Region, held_as
 from lockstep.models.lora import LoRALinear
+from lockstep.parallel.custom_linear import CustomForward
 from lockstep.parallel.cuts import Cut, even_cut, fused_cut
 from lockstep.parallel.exchange import (
     copy_to_ranks,
@@ -61,56 +61,6 @@ class CutModule(nn.Module):
         return other
 
 
-PLAIN = (nn.Linear.forward, LoRALinear.forward)
-
-
-class OwnForward:
-    """The forward of a user's linear layer (one that casts its weight, say), on this rank's part of the weight."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self.linear = linear
-
-    @classmethod
-    def of(cls, linear: nn.Linear) -> "OwnForward | None":
-        """None: it is torch's."""
-        return None if type(linear).forward in PLAIN else cls(linear)
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        part = self.linear.__dict__
-        part.update(weight=weight, bias=bias)  # the module's own attributes stand before its parameters
-        try:
-            y: Tensor = self.linear.forward(x)
-        finally:
-            del part["weight"], part["bias"]
-        return y
-
-    def release(self) -> None:
-        """Its whole weight, when the parts have been cut."""
-        self.linear._parameters.update(weight=None, bias=None)
-
-    @torch.no_grad()
-    def check(self, row: bool) -> None:
-        """Try it on a whole layer cut in two: parts must give parts of the outputs, or add up to them."""
-        linear, weight, bias = self.linear, self.linear.weight.detach(), self.linear.bias
-        if weight.is_meta:
-            return
-        was_training = linear.training
-        linear.eval()
-        x = torch.linspace(-1, 1, 2 * linear.in_features, dtype=weight.dtype, device=weight.device).view(2, -1)
-        whole, half = linear(x), (linear.in_features if row else linear.out_features) // 2
-        if row:
-            none = None if bias is None else torch.zeros_like(bias)
-            first, second = self(x[:, :half], weight[:, :half], bias), self(x[:, half:], weight[:, half:], none)
-            parts = first + second
-        else:
-            biases = (None, None) if bias is None else (bias[:half], bias[half:])
-            parts = torch.cat((self(x, weight[:half], biases[0]), self(x, weight[half:], biases[1])), -1)
-        linear.train(was_training)
-        if not torch.allclose(parts, whole, rtol=1e-3, atol=1e-5 * float(whole.abs().max())):
-            how = "add up to its outputs" if row else "give its outputs side by side"
-            raise UserError(f"the parts of a {type(linear).__name__}, by its own forward, do not {how}")
-
-
 class ColumnParallelLinear(CutModule):
     """y = x W' + b, of which this rank computes its part of the output features.
 
@@ -128,9 +78,7 @@ class ColumnParallelLinear(CutModule):
     ) -> None:
         """`cut`: which output features; by default equal parts of each of the layer's `parts`."""
         super().__init__()
-        self.own_forward = OwnForward.of(linear)
-        if self.own_forward is not None:
-            self.own_forward.check(row=False)
+        self.custom_forward = CustomForward.of(linear, row=False)
         self.group, self.gather_output = group_of(process_group, "tp"), gather_output
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.cut = cut or fused_cut(linear, self.group)
@@ -145,15 +93,13 @@ class ColumnParallelLinear(CutModule):
         """Of a LoRA adapter, the two small matrices beside the layer's own; None: it has none."""
         if isinstance(linear, LoRALinear):
             self.lora_a, self.lora_b = linear.lora_a, cut_parameter(linear.lora_b, 0, self.cut, tied)
-        if self.own_forward is not None:
-            self.own_forward.release()
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._shared(self.weight), None if self.bias is None else self._shared(self.bias)
-        if self.own_forward is not None:
+        if self.custom_forward is not None:
             sequence = self.sequence_parallel
             whole = gather_positions(x, self.group, SEQUENCE) if sequence else copy_to_ranks(x, self.group)
-            y = self.own_forward(whole, weight, bias)
+            y = self.custom_forward(whole, weight, bias)
         else:
             y = column_linear(x, weight, bias, self.group, self.sequence_parallel)
         if self.scale is not None:
@@ -188,9 +134,7 @@ class RowParallelLinear(CutModule):
         tied: Tied | None = None,
     ) -> None:
         super().__init__()
-        self.own_forward = OwnForward.of(linear)
-        if self.own_forward is not None:
-            self.own_forward.check(row=True)
+        self.custom_forward = CustomForward.of(linear, row=True)
         self.group = group_of(process_group, "tp")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.sequence_parallel = sequence_parallel and self.group.size > 1
@@ -200,13 +144,11 @@ class RowParallelLinear(CutModule):
         self.scale: float | None = linear.scale if isinstance(linear, LoRALinear) else None
         if isinstance(linear, LoRALinear):
             self.lora_a, self.lora_b = cut_parameter(linear.lora_a, 1, self.cut, tied), linear.lora_b
-        if self.own_forward is not None:
-            self.own_forward.release()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.own_forward is not None:
+        if self.custom_forward is not None:
             once = 1.0 if self.group.rank == 0 else 0.0  # what the layer does with its bias, the first rank does
-            y = self.own_forward(
+            y = self.custom_forward(
                 x, self.weight, None if self.bias is None else copy_to_ranks(self.bias, self.group) * once
             )
             y = scatter_sums(y, self.group, SEQUENCE) if self.sequence_parallel else reduce_from_ranks(y, self.group)

@@ -8,12 +8,14 @@
 somebody asks for whole tensors.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import broadcast
 from lockstep.errors import UserError
@@ -153,6 +155,23 @@ class ShardedModule(GradientWrapper):
 
     def trained_units(self) -> list[ShardUnit]:
         return [unit for unit in self.units() if unit.trainable]
+
+    def unfilled_copy(self, memo: dict[int, Any], hooks: Iterable[RemovableHandle]) -> nn.Module:
+        """The module without its weights (on the meta device) and without these hooks, for a wrapper of its own."""
+        for unit in self.units():
+            unit.reshard()
+            for parameter, shape, region in zip(unit.parameters, unit.shapes, unit.regions, strict=True):
+                empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                copied: Any = nn.Parameter(empty, parameter.requires_grad)
+                copied.region = region
+                memo[id(parameter)] = copied
+        module = copy.deepcopy(self.module, memo)
+        for part in module.modules():
+            for hook in hooks:
+                part._forward_pre_hooks.pop(hook.id, None)
+                part._forward_pre_hooks_with_kwargs.pop(hook.id, None)
+                part._forward_hooks.pop(hook.id, None)
+        return module
 
     # ---- the whole of it, by name ----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.config import Parallel
-from lockstep.data import Batch, tensors_in
+from lockstep.data import Batch, first_rows
 from lockstep.layout import Degrees, Group, Layout
 from lockstep.models.loss import LossSum
 from lockstep.parallel.schedule import Placement
@@ -55,7 +55,7 @@ def traffic_by_axis(
         return {"data": None}  # what is gathered and reduced depends on how forwards and backwards follow each other
     if compute is not None and max(pp.size, tp.size, cp.size) > 1:
         return {**found, "pp": None, "cp": None, "tp": None}  # activations are in several dtypes
-    inputs = next(t for t in tensors_in(batch.inputs) if t.dim())
+    inputs = first_rows(batch.inputs)
     positions = inputs.shape[1] // cp.size if cp.size > 1 or inputs.dim() == 2 else 1
     if not inputs.is_floating_point():
         rows = [(len(m), len(m) * positions) for m in micro_batches]
@@ -70,8 +70,8 @@ def traffic_by_axis(
     found["cp"] = added(
         context_traffic(stage, cp.size, parallel.attention, count, positions * cp.size, itemsize) for count, _ in rows
     )
-    if not any(hasattr(model, name) for name in ("shape", "tensor_sizes", "layers")):
-        found["tp"] = None  # a user's: whether its first cut layer's inputs want a gradient only its forward says
+    if not has_known_layers(model):
+        found["tp"] = None
     if isinstance(stage, Stage):
         width = stage_width(stage)
         elements = sum(tokens for _, tokens in rows) * (width or 0)
@@ -80,6 +80,13 @@ def traffic_by_axis(
         sent = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
         found["pp"] = None if width is None else sent
     return {axis: None if axis in parallel.native else theory for axis, theory in found.items()}
+
+
+def has_known_layers(model: nn.Module) -> bool:
+    """Whether the model says what its layers are. With a `tensor_plan()` alone, only its forward shows whether the
+    inputs of its first cut layer need a gradient, and so an all-reduce in backward.
+    """
+    return any(hasattr(model, name) for name in ("shape", "tensor_sizes", "layers"))
 
 
 def layout_pieces(layout: Layout | FirstRank, rows: int) -> int | None:

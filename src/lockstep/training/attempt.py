@@ -65,7 +65,11 @@ def note_if_gone(run: Path) -> None:
     if all(host == platform.node() and not psutil.pid_exists(pid) for host, pid in status.ranks):
         status.state = "failed"
         with suppress(OSError):  # a folder that cannot be written says what it said
-            write_whole(run / STATUS, json.dumps(asdict(status), indent=1) + "\n")
+            write_status(run, status)
+
+
+def write_status(run: Path, status: Status) -> None:
+    write_whole(run / STATUS, json.dumps(asdict(status), indent=1) + "\n")
 
 
 def step_in_progress(run: Path) -> int:
@@ -108,7 +112,7 @@ class Attempt:
 
     def _write(self) -> None:
         if self._folder is not None:
-            write_whole(self._folder / STATUS, json.dumps(asdict(self.status), indent=1) + "\n")
+            write_status(self._folder, self.status)
 
     @contextmanager
     def noted(self) -> Iterator[None]:

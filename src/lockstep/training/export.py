@@ -32,7 +32,7 @@ from lockstep.training.run_folder import CONFIG, read_spec, write_spec
 
 @dataclass
 class Consent:
-    """What the user allows a command to do with a folder that somebody else may have made."""
+    """What the user allows a command to do with a folder that may be a stranger's."""
 
     named: tuple[str, ...] = ()
     """Imports of the command line."""

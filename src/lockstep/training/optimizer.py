@@ -32,7 +32,7 @@ def own_optimizer(train: Train, parameters: list[Any]) -> torch.optim.Optimizer:
         made = called(train.optimizer, "train.optimizer", only_taken(make, offered), parameters)
     except UserError:
         raise
-    except Exception as error:  # of anybody's code
+    except Exception as error:  # of the user's code
         raise UserError(f"train.optimizer {train.optimizer} cannot be made: {where_and_what(error)}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(f"train.optimizer {train.optimizer} must give an Optimizer, and gave {type(made).__name__}")

@@ -115,7 +115,7 @@ class Telling:
         words += [f"norm {means['grad_norm']:.3g}", f"lr {step.lr:.2e}", self.rate(rate)]
         if self.has_tokens:
             values["tokens_per_s"] = rate * self.dataset.spec.shape[0]
-        if self.peak and self.strategy.flops_per_sample:  # else nobody has counted them
+        if self.peak and self.strategy.flops_per_sample:  # else they are not known
             values["mfu"] = rate * self.strategy.flops_per_sample / (self.world.size * self.peak)
             words.append(f"MFU {values['mfu']:.1%}")
         values |= {name: means[name] for name in means if name.endswith("_ms")}

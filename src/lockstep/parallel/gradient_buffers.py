@@ -1,0 +1,65 @@
+"""Memory in which ZeRO 3 reduces unsharded gradients: two buffers of each dtype, which all units use in turn.
+
+While the gradients of one unit are in flight, the next unit's are copied into the other buffer. One is large enough for
+any unit, the other for any unit of a block.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.collectives import new_buffer
+from lockstep.layout.group import Group
+from lockstep.parallel.shard_unit import ShardUnit
+
+
+@dataclass(eq=False)
+class GradientBuffer:
+    """Memory in which unsharded gradients are reduced."""
+
+    memory: Tensor
+    user: ShardUnit | None = None
+    """Whose gradients were copied into it last."""
+
+
+class GradientBuffers:
+    """Of one model; made for the units that train, and again where one begins to."""
+
+    def __init__(self, device: torch.device, group: Group) -> None:
+        self.device, self.group = device, group
+        self._buffers: dict[torch.dtype, list[GradientBuffer]] = {}
+        self._units: set[ShardUnit] = set()
+        """Whose gradients fit."""
+
+    def make_for(self, units: Collection[ShardUnit], in_blocks: Collection[ShardUnit]) -> None:
+        """Make room for the gradients of `units`, if there is none yet; nothing may be in flight then."""
+        if self._units.issuperset(units):
+            return
+        self._units.update(units)
+        for unit in self._units:
+            unit.finish_reduce()
+        lengths: dict[torch.dtype, list[int]] = {}
+        for unit in self._units:
+            largest = lengths.setdefault(unit.reduce_dtype, [0, 0])
+            largest[0] = max(largest[0], unit.layout.length)
+            largest[1] = max(largest[1], unit.layout.length if unit in in_blocks else 0)
+        self._buffers = {
+            dtype: [GradientBuffer(new_buffer(length, dtype, self.device, self.group)) for length in both if length]
+            for dtype, both in lengths.items()
+        }
+
+    def take(self, unit: ShardUnit) -> Tensor:
+        """The least recently used one that is large enough, once its last user's gradients have been reduced."""
+        buffers = self._buffers[unit.reduce_dtype]
+        buffer = next(b for b in buffers if len(b.memory) >= unit.layout.length)
+        if buffer.user is not None:
+            buffer.user.finish_reduce()
+        buffer.user = unit
+        buffers.remove(buffer)
+        buffers.append(buffer)
+        return buffer.memory
+
+    def tensors(self) -> list[Tensor]:
+        return [buffer.memory for both in self._buffers.values() for buffer in both]
