@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.bench.comm import Row, bench_comm, bus_factor
-from lockstep.bench.comm_reading import curves, fit_rows, gradient_costs, human, sentences
+from lockstep.bench.comm_reading import curves, fit_rows, gradient_costs, human, sentences, usual_workloads
 from lockstep.bench.trial import COLLECTIVES, Candidate, Sweep, Trial
 from lockstep.cli import main
 from lockstep.comm.algorithms import ALGORITHMS
@@ -58,10 +58,12 @@ def test_the_reading_follows_from_the_rows() -> None:
     text = " ".join(sentences(curve))
     assert "latency floor 101 us at 1 KiB" in text
     assert "more than 10 GbE carries, and 96% of 25 GbE" in text
-    costs = gradient_costs(curve, peak_flops=1e12)
-    assert costs[4].communication == pytest.approx(28e9 / 2e9, rel=0.01)
-    assert costs[4].computation == pytest.approx(6 * 7e9 * 2048 / 0.4e12)
-    assert costs[0].share > costs[4].share
+    costs = gradient_costs(curve, 1e12, usual_workloads())
+    small, large = costs[0], costs[4]
+    assert large.communication == pytest.approx(4 * large.workload.parameters / 2e9, rel=0.01)
+    assert large.computation == pytest.approx(6 * 6.7e9 * 2048 / 0.4e12, rel=0.1)
+    assert small.computation == pytest.approx(64 * small.workload.flops / 0.4e12)
+    assert len({f"{cost.share:.2f}" for cost in costs[:3]}) == 3  # each size has its own FLOP per parameter
     assert [human(n) for n in (8, 1536, 2**20, 3 * 2**30)] == ["8 B", "1.5 KiB", "1 MiB", "3 GiB"]
 
 

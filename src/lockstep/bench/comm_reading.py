@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lockstep.bench.comm import Row
+from lockstep.bench.presets import CNN_SIZES, IMAGES, tokens_for
 from lockstep.bench.trial import Candidate
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices, Sample, fit
+from lockstep.config import CNN, GPT, Config, Model
+from lockstep.data import DataSpec, build_data
+from lockstep.models import on_meta, parameter_count, training_flops
+from lockstep.plan.trace import spec_without_data
 from lockstep.words import counted, duration
 
 LINKS = (  # one direction, 1e9 B/s
@@ -25,13 +30,6 @@ LINKS = (  # one direction, 1e9 B/s
     ("NVLink 5 (B200)", 900.0),
 )
 
-MODELS = (  # name, parameters, what one rank computes per step
-    ("CNN, 1M", 1e6, 64),
-    ("CNN, 5M", 5e6, 64),
-    ("CNN, 20M", 20e6, 64),
-    ("GPT, 1.5B", 1.5e9, 2048),
-    ("GPT, 7B", 7e9, 2048),
-)
 GRADIENT_BYTES = 4
 UTILISATION = 0.4
 """Of the peak rate, by a step's computation."""
@@ -102,33 +100,65 @@ def sentences(curve: Curve) -> list[str]:
     return said
 
 
+@dataclass(frozen=True)
+class Workload:
+    """A model in training, as one rank sees it."""
+
+    name: str
+    parameters: int
+    samples: int
+    """That a rank takes per step."""
+    flops: int
+    """Of one sample's forward and backward pass; 0: not known."""
+
+    @classmethod
+    def of(cls, name: str, model: Model, spec: DataSpec, samples: int) -> "Workload":
+        built = on_meta(model, spec)
+        return cls(name, parameter_count(built), samples, training_flops(built, spec))
+
+
+def usual_workloads() -> list[Workload]:
+    """Models that people know, to compare with."""
+    cnns = [
+        Workload.of(f"CNN, {size}", CNN(channels=channels, hidden=hidden), IMAGES, 64)
+        for size, (channels, hidden) in CNN_SIZES["linear"].items()
+    ]
+    xl = GPT(size="xl", context=1024, vocabulary=50_257)
+    larger = GPT(d_model=4096, layers=32, heads=32, context=2048, vocabulary=32_000)
+    gpts = [("GPT-2 xl, 1.6B", xl, 2), ("GPT, 6.7B", larger, 1)]
+    return cnns + [Workload.of(name, gpt, tokens_for(gpt), samples) for name, gpt, samples in gpts]
+
+
+def workload_of(config: Config, name: str, ranks: int) -> Workload:
+    """A user's, with an equal share of its batch for each rank."""
+    spec = build_data(config).spec if config.data.name == "own" else spec_without_data(config)
+    return Workload.of(name, config.model, spec, max(1, config.train.batch_size // ranks))
+
+
 @dataclass
 class GradientCost:
     """What a model's gradients cost on the measured link, per step."""
 
-    model: str
-    parameters: float
-    items: int
+    workload: Workload
     communication: float
     """Seconds: 2(n-1)/n of the gradients' bytes over the bus bandwidth measured at that size."""
     computation: float
-    """Seconds: 6 FLOP per parameter and item, at the stated share of the peak."""
+    """Seconds: the samples' FLOP, at the stated share of the peak; NaN where those are not known."""
 
     @property
     def share(self) -> float:
         return self.communication / (self.communication + self.computation)
 
 
-def gradient_costs(curve: Curve, peak_flops: float) -> list[GradientCost]:
+def gradient_costs(curve: Curve, peak_flops: float, workloads: list[Workload]) -> list[GradientCost]:
     """`curve` is an all-reduce's. Nothing overlaps here: this is what overlap has to hide."""
     n = curve.rows[0].ranks
     costs = []
-    for name, parameters, items in MODELS:
-        nbytes = GRADIENT_BYTES * parameters
+    for workload in workloads:
+        nbytes = GRADIENT_BYTES * workload.parameters
         seconds = 2 * (n - 1) / n * nbytes / (curve.busbw_at(nbytes) * 1e9)
-        costs.append(
-            GradientCost(name, parameters, items, seconds, 6 * parameters * items / (UTILISATION * peak_flops))
-        )
+        flops = workload.flops * workload.samples or math.nan
+        costs.append(GradientCost(workload, seconds, flops / (UTILISATION * peak_flops)))
     return costs
 
 

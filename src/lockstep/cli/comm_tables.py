@@ -6,10 +6,20 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.bench.comm import Row
-from lockstep.bench.comm_reading import UTILISATION, curves, fit_rows, gradient_costs, human, sentences
+from lockstep.bench.comm_reading import (
+    UTILISATION,
+    curves,
+    fit_rows,
+    gradient_costs,
+    human,
+    sentences,
+    usual_workloads,
+    workload_of,
+)
 from lockstep.bench.pairs import Pairs
 from lockstep.bench.trial import Sweep
 from lockstep.cli.tables import new_table
+from lockstep.config import Config
 from lockstep.results.record import Record
 from lockstep.words import counted, duration
 
@@ -114,11 +124,13 @@ def show_fit(screen: Console, result: Result) -> None:
         screen.print(f"  {human(nbytes):>8}: auto takes {chosen.algorithm}, {verdict}")
 
 
+COSTS = ("communi-\ncation", "compu-\ntation", "share of\nstep %")
 SMALLEST_FOR_MODELS = 1024 * 1024
 """Smaller messages say nothing about bandwidth."""
 
 
-def show_reading(screen: Console, result: Result) -> None:
+def show_reading(screen: Console, result: Result, config: Config | None = None, name: str = "") -> None:
+    """`config`: of a user's model, whose gradients stand first in the table; `name`: of it."""
     for curve in curves(result.rows):
         screen.print(" ".join(sentences(curve)))
     reduces = [c for c in curves(result.rows) if c.collective == "all_reduce"]
@@ -133,20 +145,29 @@ def show_reading(screen: Console, result: Result) -> None:
     table = new_table(
         f"fp32 gradients over this link, all_reduce by {best.candidate.name}",
         ("model",),
-        ("gradients\nMB", "items\n/rank/step", "communi-\ncation", "compu-\ntation", "share of\nstep %"),
+        (
+            "gradients\nMB",
+            "samples\n/rank/step",
+            "FLOP\n/parameter",
+            *COSTS,
+        ),
     )
-    for c in gradient_costs(best, result.peak_flops):
+    asked = [] if config is None else [workload_of(config, name, best.rows[0].ranks)]
+    for c in gradient_costs(best, result.peak_flops, asked + usual_workloads()):
+        work = c.workload
+        known = work.flops > 0
         table.add_row(
-            c.model,
-            f"{4e-6 * c.parameters:,.0f}",
-            str(c.items),
+            work.name,
+            f"{4e-6 * work.parameters:,.1f}",
+            str(work.samples),
+            f"{work.flops * work.samples / work.parameters:,.0f}" if known else "-",
             duration(c.communication),
-            duration(c.computation),
-            f"{100 * c.share:.0f}",
+            duration(c.computation) if known else "-",
+            f"{100 * c.share:.1f}" if known else "-",
         )
     screen.print(table)
     screen.print(
-        f"Communication: 2(n-1)/n S / busbw, nothing overlapped. Computation: 6 FLOP per parameter and item at "
+        f"Communication: 2(n-1)/n S / busbw, nothing overlapped. Computation: the FLOP of a rank's samples at "
         f"{UTILISATION:.0%} of {result.peak_flops / 1e12:.3g} TFLOP/s per rank ({result.peak_source})."
     )
 

@@ -81,9 +81,7 @@ class HandWritten(Engine):
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
-        """Ψ gradients, and a flag for each parameter ("used on this rank"); where backward overlaps, one flag more
-        ("some are late").
-        """
+        """Ψ gradients, a flag for each parameter ("used on this rank"), and one for the outcome of backward."""
         match parallel.data:
             case "flat":
                 buckets = [list(reversed(sizes.sizes))]
@@ -91,7 +89,7 @@ class HandWritten(Engine):
                 buckets = bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
             case _:
                 buckets = [[size] for size in reversed(sizes.sizes)]
-        flags = len(sizes.sizes) + (parallel.data in ("overlap", "bucketed"))
+        flags = len(sizes.sizes) + 1
         reduce, itemsize = all_reduce_factor(ranks), sizes.itemsize
         match parallel.compression:
             case "bf16" | "fp16":
