@@ -1,8 +1,12 @@
 """Every example runs as its first lines say; `lockstep.save` and `lockstep.load` under all wrappers."""
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +25,12 @@ FAST = {
     "compare_ddp_fsdp.py": (["--steps", "4", "--width", "32"], "largest difference of a loss: 0.0e+00"),
     "language_model.py": (["--steps", "20", "--context", "16"], "step   20  loss"),
     "naive_ddp.py": (["--steps", "10"], "of the step"),
+    "one_file.py": (["--steps", "10", "--batch", "8"], "of a step"),
     "recipes.py": (["--steps", "6", "--strategy", "zero3"], "6 tensors in the whole state"),
     "sharded_model.py": (["--steps", "20", "--width", "32"], "step   20  loss of rank 0's samples"),
     "image_classifier.py": (["--folder", "images", "--epochs", "2", "--batch-size", "9"], "of the test images"),
     "finetune_lora.py": (
-        ["--model", "llama", "--text", "text.txt", "--steps", "10", "--context", "8"],
+        ["--model", "llama", "--text", "text.txt", "--steps", "10", "--context", "8", "--shard", "fsdp"],
         "trained 1,024",
     ),
 }
@@ -33,7 +38,7 @@ FAST = {
 
 def test_every_example_is_tested() -> None:
     imported = {"my_cuts.py", "my_nets.py"}  # by the commands of docs/own.md: tests/test_doc_blocks.py
-    assert {file.name for file in EXAMPLES.glob("*.py")} == set(FAST) | imported
+    assert {file.name for file in EXAMPLES.glob("*.py")} == set(FAST) | imported | {"experiments.py"}
     assert len((EXAMPLES / "naive_ddp.py").read_text().splitlines()) < 80
 
 
@@ -52,11 +57,34 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
         transformers.LlamaConfig(**sizes, vocab_size=256).save_pretrained(tmp_path / "llama")
         (tmp_path / "text.txt").write_bytes(b"some text\n" * 100)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    start = launcher if name == "naive_ddp.py" else [sys.executable]
+    start = launcher if name in ("naive_ddp.py", "one_file.py") else [sys.executable]
     script = str((EXAMPLES / name).absolute())
     done = subprocess.run([*start, script, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr[-2000:]
     assert said in done.stdout
+
+
+def test_the_page_of_experiments_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the results of a run, which takes minutes: `docs/results/cpu2/experiments`."""
+    from examples import experiments
+
+    folder = tmp_path / "experiments"
+    shutil.copytree("docs/results/cpu2/experiments", folder)
+    (folder / "experiments.md").unlink()
+    started = []
+    monkeypatch.setattr(
+        experiments.subprocess, "run", lambda words, **_: started.append(words) or SimpleNamespace(returncode=0)
+    )
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(folder), "--nproc", "2"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    experiments.main()
+    assert [words[3] for words in started] == ["verify"]  # all else has been measured
+    page = (folder / "experiments.md").read_text()
+    assert page.count("\n## ") == 6
+    rows = json.loads((folder / "naive_ddp.json").read_text())["result"]["rows"]
+    naive = next(row for row in rows if row["label"] == "naive")
+    assert re.search(rf"naive: step, ms +\| - +\| [\d,]+ +\| {naive['step_ms']:,.0f} ", page)
+    assert re.search(rf"naive: communication +\| 20% to 40% +\| \d+% +\| {naive['exposed_fraction']:.0%} ", page)
 
 
 def network() -> nn.Module:

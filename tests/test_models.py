@@ -20,6 +20,8 @@ MODELS: list[tuple[Model, DataSpec]] = [
     (ResNet(depth=18, width=8), IMAGES),
     (ResNet(depth=34, width=4, norm="group"), IMAGES),
     (ResNet(depth=50, width=4), IMAGES),
+    (ResNet(depth=20, width=3), IMAGES),
+    (ResNet(stages=(1, 2), width=5), IMAGES),
     (GPT(d_model=32, layers=2, heads=4, context=24), TOKENS),
     (LLAMA, TOKENS),
     (GPT(d_model=32, layers=1, heads=2, context=24, tied=False, vocabulary=64), TOKENS),

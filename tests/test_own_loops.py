@@ -28,14 +28,17 @@ PLAN = {"0": "column", "2": "row"}
 
 
 def build() -> nn.Sequential:
+    """On the default device (of `tests/test_gpu_loops.py`, a GPU), with the numbers of a CPU's generator."""
     torch.manual_seed(1)
-    layers = [nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 5), nn.GELU(), nn.Linear(5, 3)]
-    return nn.Sequential(*layers).double()
+    with torch.device("cpu"):
+        layers = [nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 5), nn.GELU()]
+        return nn.Sequential(*layers, nn.Linear(5, 3)).double().to(torch.get_default_device())
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    inputs = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(100 + step)
+    inputs = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64, device="cpu")
+    inputs = inputs.to(torch.get_default_device())
     return inputs, inputs[:, :3].argmax(1)
 
 

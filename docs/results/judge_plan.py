@@ -6,32 +6,14 @@ python docs/results/judge_plan.py machine.yaml bench.json ...        # the first
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
-from lockstep.config.load import MODELS, structure
-from lockstep.plan.learn import setting_for
-from lockstep.plan.machine import Machine, machine_of, read_machine
+from lockstep.plan.learn import settings_of
+from lockstep.plan.machine import machine_of, read_machine
 from lockstep.plan.memory import memory_of
-from lockstep.plan.step import Setting, step_time
-from lockstep.plan.trace import network_of_config, spec_without_data
+from lockstep.plan.step import step_time
 from lockstep.results.record import read_record
-from lockstep.strategies import strategy_named
-
-
-def settings_in(file: Path, machine: Machine) -> list[tuple[dict[str, Any], Setting]]:
-    record = read_record(file)
-    values = {name: {k.removesuffix("_"): v for k, v in part.items()} for name, part in record.config.items()}
-    config = structure(values, MODELS[values["model"]["name"]], str(file))
-    found = []
-    for row in record.result["rows"]:
-        strategy = row["strategy"].partition("@")[0]
-        changed = replace(config, parallel=strategy_named(strategy, config.parallel))
-        network = network_of_config(changed, spec_without_data(changed))
-        found.append((row, setting_for(changed, network, row["ranks"], machine)))
-    return found
 
 
 def main() -> None:
@@ -45,7 +27,7 @@ def main() -> None:
     times, memories = [], []
     print(f"{'strategy':24} {'measured':>10} {'predicted':>10} {'error':>7}   {'MiB':>9} {'predicted':>9} {'error':>7}")
     for file in given.results:
-        rows = settings_in(file, machine)
+        rows = settings_of(read_record(file), machine)
         first, setting = rows[0]
         scale = 1.0 if given.no_learning else first["step_ms"] / (1e3 * step_time(setting).seconds)
         print(f"{file.name}: step factor {scale:.3f}, from {first['label']}")

@@ -9,10 +9,9 @@ from lockstep.bench.presets import CNN_SIZES, IMAGES, tokens_for
 from lockstep.bench.trial import Candidate
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.cost import Prices, Sample, fit
-from lockstep.config import CNN, GPT, Config, Model
-from lockstep.data import DataSpec, build_data
+from lockstep.config import CNN, GPT, Model
+from lockstep.data import DataSpec
 from lockstep.models import on_meta, parameter_count, training_flops
-from lockstep.plan.trace import spec_without_data
 from lockstep.words import counted, duration
 
 LINKS = (  # one direction, 1e9 B/s
@@ -127,12 +126,6 @@ def usual_workloads() -> list[Workload]:
     larger = GPT(d_model=4096, layers=32, heads=32, context=2048, vocabulary=32_000)
     gpts = [("GPT-2 xl, 1.6B", xl, 2), ("GPT, 6.7B", larger, 1)]
     return cnns + [Workload.of(name, gpt, tokens_for(gpt), samples) for name, gpt, samples in gpts]
-
-
-def workload_of(config: Config, name: str, ranks: int) -> Workload:
-    """A user's, with an equal share of its batch for each rank."""
-    spec = build_data(config).spec if config.data.name == "own" else spec_without_data(config)
-    return Workload.of(name, config.model, spec, max(1, config.train.batch_size // ranks))
 
 
 @dataclass

@@ -170,7 +170,7 @@ def images(model: CNN | ResNet, batch: int) -> Config:
 
 def as_shipped() -> Config:
     """As configs/ddp_resnet_cifar10.yaml and fsdp_resnet_cifar10.yaml, on synthetic images of that shape."""
-    train = Train(batch_size=256, lr=0.1, momentum=0.9, weight_decay=5e-4, schedule="cosine")
+    train = Train(batch_size=256, lr=0.1, momentum=0.9, weight_decay=5e-4, schedule="cosine", warmup_steps=196)
     return Config(model=ResNet(depth=18), data=Data("synthetic", samples=1024), train=train)
 
 

@@ -8,18 +8,20 @@ from rich.console import Console
 from lockstep.bench.comm import Row
 from lockstep.bench.comm_reading import (
     UTILISATION,
+    Workload,
     curves,
     fit_rows,
     gradient_costs,
     human,
     sentences,
     usual_workloads,
-    workload_of,
 )
 from lockstep.bench.pairs import Pairs
 from lockstep.bench.trial import Sweep
 from lockstep.cli.tables import new_table
 from lockstep.config import Config
+from lockstep.data import build_data
+from lockstep.plan.trace import spec_without_data
 from lockstep.results.record import Record
 from lockstep.words import counted, duration
 
@@ -127,6 +129,12 @@ def show_fit(screen: Console, result: Result) -> None:
 COSTS = ("communi-\ncation", "compu-\ntation", "share of\nstep %")
 SMALLEST_FOR_MODELS = 1024 * 1024
 """Smaller messages say nothing about bandwidth."""
+
+
+def workload_of(config: Config, name: str, ranks: int) -> Workload:
+    """A user's, with an equal share of its batch for each rank."""
+    spec = build_data(config).spec if config.data.name == "own" else spec_without_data(config)
+    return Workload.of(name, config.model, spec, max(1, config.train.batch_size // ranks))
 
 
 def show_reading(screen: Console, result: Result, config: Config | None = None, name: str = "") -> None:

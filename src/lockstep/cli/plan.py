@@ -156,7 +156,7 @@ def known_network(name: str, context: int | None) -> Network:
         from lockstep.data import DataSpec
         from lockstep.plan.trace import network_of_config
 
-        config = Config(model=ResNet(depth=cast(Any, int(size))))
+        config = Config(model=ResNet(depth=int(size)))
         return network_of_config(config, DataSpec("images", (3, 224, 224), 1000))
     known = known_model(name)
     if known is None:

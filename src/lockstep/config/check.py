@@ -15,6 +15,8 @@ WIDTH, COUNT, AMOUNT = 10_000_000, 10**12, 1e9
 RANGES: dict[str, tuple[float, float]] = {
     "model.layers": (1, 100_000),
     "model.width": (1, WIDTH),
+    "model.depth": (8, 10_000),
+    "model.stages": (1, 10_000),
     "model.channels": (1, WIDTH),
     "model.hidden": (1, WIDTH),
     "model.d_model": (1, WIDTH),

@@ -44,8 +44,11 @@ class ResNet:
     """CIFAR-style residual network (3x3 stem, no stem pooling)."""
 
     name: Literal["resnet"] = "resnet"
-    depth: Literal[18, 34, 50] = 18
-    """18 and 34 are built of basic blocks, 50 of bottlenecks."""
+    depth: int = 18
+    """18 and 34 are built of basic blocks, 50, 101 and 152 of bottlenecks; 6n + 2 (20, 32, 44, 56, 110) of three stages
+    of n basic blocks."""
+    stages: tuple[int, ...] = ()
+    """Basic blocks of each stage, for any other depth: 1 1 1 1 is a ResNet-10. Then depth counts for nothing."""
     width: int = 64
     """Channels of the first stage; each later stage doubles them."""
     norm: Literal["batch", "group"] = "batch"

@@ -49,7 +49,7 @@ def _build(config: schema.Model, spec: DataSpec) -> nn.Module:
         case schema.CNN():
             return CNN(spec.shape, config.channels, config.hidden, spec.classes)
         case schema.ResNet():
-            return ResNet(spec.shape, config.depth, config.width, spec.classes, config.norm)
+            return ResNet(spec.shape, config.depth, config.width, spec.classes, config.norm, config.stages)
         case schema.GPT():
             return GPT(gpt_shape(config, spec.classes))
         case schema.HF():

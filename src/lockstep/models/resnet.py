@@ -1,11 +1,16 @@
-"""Residual networks in their CIFAR form: a 3x3 stem without pooling, four stages, global average pooling."""
+"""Residual networks in their CIFAR form: a 3x3 stem without pooling, three or four stages, global average pooling."""
 
 from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
+from lockstep.errors import UserError
+
+STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Blocks of each stage, of the published depths."""
+BOTTLENECKS = 50
+"""From this depth on, the published ones have them."""
 
 Norm = Callable[[int], nn.Module]
 
@@ -57,16 +62,37 @@ def convolution(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Conv2
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
+def stages_of(depth: int) -> tuple[int, ...]:
+    """How many blocks each stage has: as published, or a third of 6n + 2 layers."""
+    if depth in STAGES:
+        return STAGES[depth]
+    if depth % 6 == 2:
+        return ((depth - 2) // 6,) * 3
+    known = ", ".join(map(str, STAGES))
+    raise UserError(
+        f"model.depth is {depth}, but it must be one of {known}, or 6n + 2 (20, 32, 44, 56, 110); for any other give "
+        f"model.stages, the basic blocks of each stage (1 1 1 1)"
+    )
+
+
 class ResNet(nn.Module):
-    def __init__(self, shape: tuple[int, ...], depth: int, width: int, classes: int, norm: str = "batch") -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        depth: int,
+        width: int,
+        classes: int,
+        norm: str = "batch",
+        stages: tuple[int, ...] = (),
+    ) -> None:
         super().__init__()
         self.shape = shape
         make_norm: Norm = batch_norm if norm == "batch" else group_norm
-        bottleneck = depth >= 50
+        bottleneck = not stages and depth in STAGES and depth >= BOTTLENECKS
         self.stem = nn.Sequential(convolution(shape[0], width, 3, 1), make_norm(width), nn.ReLU())
         blocks: list[nn.Module] = []
         channels = width
-        for stage, count in enumerate(STAGES[depth]):
+        for stage, count in enumerate(stages or stages_of(depth)):
             for index in range(count):
                 stride = 2 if stage > 0 and index == 0 else 1
                 blocks.append(Block(channels, width * 2**stage, stride, bottleneck, make_norm))
@@ -75,7 +101,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.stem(x))  # (batch, channels, height / 8, width / 8)
+        x = self.blocks(self.stem(x))  # (batch, channels, height / 2^(stages - 1), ...)
         logits: Tensor = self.head(x.mean((2, 3)))
         return logits
 

@@ -30,14 +30,14 @@ class GradientBuffers:
     def __init__(self, device: torch.device, group: Group) -> None:
         self.device, self.group = device, group
         self._buffers: dict[torch.dtype, list[GradientBuffer]] = {}
-        self._units: set[ShardUnit] = set()
-        """Whose gradients fit."""
+        self._units: dict[ShardUnit, None] = {}
+        """Whose gradients fit, in an order that all ranks share: they make buffers together."""
 
     def make_for(self, units: Collection[ShardUnit], in_blocks: Collection[ShardUnit]) -> None:
         """Make room for the gradients of `units`, if there is none yet; nothing may be in flight then."""
-        if self._units.issuperset(units):
+        if self._units.keys() >= set(units):
             return
-        self._units.update(units)
+        self._units |= dict.fromkeys(units)
         for unit in self._units:
             unit.finish_reduce()
         lengths: dict[torch.dtype, list[int]] = {}

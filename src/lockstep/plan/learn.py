@@ -4,8 +4,10 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from lockstep.config import Config, load_config
+from lockstep.config.load import MODELS, structure
 from lockstep.config.trust import check_trusted
 from lockstep.errors import UserError
 from lockstep.plan.layout import Layout, Recompute
@@ -15,8 +17,9 @@ from lockstep.plan.network import Network
 from lockstep.plan.software import COMPILED, OURS
 from lockstep.plan.step import Setting, step_time
 from lockstep.results.metrics import read_metrics
+from lockstep.results.record import Record
 from lockstep.strange import json_of
-from lockstep.strategies import degrees_of
+from lockstep.strategies import degrees_of, strategy_named
 
 STAGES = {"zero1": 1, "zero1_torch": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 """ZeRO stages of the strategies that have one."""
@@ -68,6 +71,21 @@ def setting_for(config: Config, network: Network, ranks: int, machine: Machine) 
     if config.train.optimizer == "sgd":
         software = replace(software, kept=replace(software.kept, optimizer=4 if config.train.momentum else 0))
     return Setting(network, layout_of(config, ranks), machine, software, config.train.precision)
+
+
+def settings_of(record: Record, machine: Machine) -> list[tuple[dict[str, Any], Setting]]:
+    """Of each row of a `lockstep bench train --json`: the row, and what the planner needs to predict it."""
+    from lockstep.plan.trace import network_of_config, spec_without_data  # torch
+
+    values = {name: {k.removesuffix("_"): v for k, v in part.items()} for name, part in record.config.items()}
+    config = structure(values, MODELS[values["model"]["name"]], record.title)
+    found = []
+    for row in record.result["rows"]:
+        strategy = row["strategy"].partition("@")[0]
+        changed = replace(config, parallel=strategy_named(strategy, config.parallel))
+        network = network_of_config(changed, spec_without_data(changed))
+        found.append((row, setting_for(changed, network, row["ranks"], machine)))
+    return found
 
 
 def learned(folder: Path, machine: Machine) -> Learned:
