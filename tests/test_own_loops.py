@@ -30,9 +30,10 @@ PLAN = {"0": "column", "2": "row"}
 def build() -> nn.Sequential:
     """On the default device (of `tests/test_gpu_loops.py`, a GPU), with the numbers of a CPU's generator."""
     torch.manual_seed(1)
+    device = torch.get_default_device()
     with torch.device("cpu"):
         layers = [nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 5), nn.GELU()]
-        return nn.Sequential(*layers, nn.Linear(5, 3)).double().to(torch.get_default_device())
+        return nn.Sequential(*layers, nn.Linear(5, 3)).double().to(device)
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Measure one GPU, which ranks share, with everything: bash docs/results/h200/run.sh OUT [part ...]
-# Parts: tests verify train comm scaling profile knobs gpt2 report. Without any, all of them, one after the other.
+# Parts: tests verify train experiments comm scaling profile knobs gpt2 report. Without any, all of them, one after the other.
 set -u
 out=${1:?usage: run.sh OUT [part ...]}
 shift
@@ -24,7 +24,7 @@ say() { # NAME command...: to the screen, and to OUT/NAME.txt
   [ "${PIPESTATUS[0]}" = 0 ] && rm -f "$out/$name.err" || tail -n 3 "$out/$name.err"
 }
 
-tests() { say gpu_tests python -m pytest -q tests/test_gpu.py; }
+tests() { say gpu_tests python -m pytest -q tests/test_gpu.py tests/test_gpu_axes.py tests/test_gpu_loops.py; }
 
 verify() {
   say verify_fp64 lockstep verify --share-gpu --world-size 2 4
@@ -40,8 +40,9 @@ train() {
     --warmup 2 --csv "$out/bench_gpt_medium.csv" --json "$out/bench_gpt_medium.json" --plot "$out/bench_gpt_medium.svg"
   say bench_gpt_small_4 lockstep bench train --share-gpu --nproc 4 $small --strategies naive bucketed ddp zero3 fsdp \
     --steps 6 --warmup 2 --csv "$out/bench_gpt_small_4.csv" --json "$out/bench_gpt_small_4.json"
-  say naive_ddp lockstep bench train --preset naive-ddp --share-gpu --nproc 2 --csv "$out/naive_ddp.csv"
 }
+
+experiments() { say experiments python examples/experiments.py --nproc 2 --out "$out/experiments"; }
 
 comm() {
   for ranks in 2 4; do
@@ -83,10 +84,10 @@ report() {
     --out "$out/report.html" --title "One H200, shared by 2 and 4 ranks"
 }
 
-[ $# -gt 0 ] || set -- tests verify train comm scaling profile knobs gpt2 report
+[ $# -gt 0 ] || set -- tests verify train experiments comm scaling profile knobs gpt2 report
 for part in "$@"; do
   case $part in
-    verify | train | comm | scaling | profile) with_mps $part ;;
+    verify | train | experiments | comm | scaling | profile) with_mps $part ;;
     tests | knobs | gpt2 | report) $part ;;
     *) echo "there is no part $part" >&2; exit 2 ;;
   esac
