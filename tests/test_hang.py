@@ -97,6 +97,48 @@ def test_a_silent_rank_is_named_first() -> None:
     assert line.startswith("rank 1 did not answer: process 5 on here is stopped; rank 0 waits in all_reduce")
 
 
+def finishes_early(world: World) -> None:
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_has_finished_is_named_so(backend: str) -> None:
+    """It answers nobody any more, and nothing is wrong with its process."""
+    launch = Launch(nproc=2, device="cpu", backend=backend, timeout=3)
+    with pytest.raises(RankError) as failure:
+        run_on_ranks(finishes_early, launch=launch, start_method="forkserver")
+    assert "rank 1 has finished; rank 0 waits in all_reduce of 3 float32" in str(failure.value)
+    assert "did not answer" not in str(failure.value)
+
+
+STARTS = """
+import os, signal, subprocess, sys, time
+if "LOCAL_RANK" not in os.environ:  # the launcher
+    command = [sys.executable, sys.argv[0]]
+    ranks = [subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(n)}) for n in range(3)]
+    ranks[1].send_signal(signal.SIGSTOP)
+    sys.exit(ranks[0].wait() or ranks[2].kill() or -ranks[1].wait())
+if os.environ["LOCAL_RANK"] != "0":
+    time.sleep(600)
+from lockstep.launch.join import stopped_ranks
+print(*stopped_ranks(3))
+"""
+
+
+def test_a_rank_that_is_stopped_before_it_joins_is_named(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(STARTS)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "starts.py")],
+        env={**os.environ, "LOCAL_WORLD_SIZE": "3"},
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert re.fullmatch(r"rank 4: process \d+ on \S+ is stopped \(SIGSTOP; kill -CONT lets it go on\)\n", done.stdout)
+    assert done.returncode == signal.SIGKILL, "it was ended, so that nobody waits for it"
+
+
 def entry(name: str, number: int, sizes: list[int], state: str = "started", **more: Any) -> dict[str, Any]:
     """As torch's flight recorders write it."""
     return {"process_group": ["0", "default_pg"], "profiling_name": name, "collective_seq_id": number, "state": state,

@@ -9,9 +9,11 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from lockstep.config import Checkpoint
 from lockstep.errors import RankError, UserError
 from lockstep.launch import restart
 from lockstep.launch.leftovers import MEMORY
@@ -19,6 +21,7 @@ from lockstep.results.metrics import METRICS
 from lockstep.training.attempt import read_status, step_in_progress
 from lockstep.training.export import load_model
 from lockstep.training.metrics import SET_ASIDE, set_aside
+from lockstep.training.saving import Best, Saving
 from tests.ranks import LONG
 
 CONFIG = "configs/digits_cnn.yaml"
@@ -162,3 +165,30 @@ def test_records_of_steps_that_are_taken_again_are_set_aside(tmp_path: Path) -> 
 def test_a_status_that_is_none_is_no_status(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
     assert read_status(tmp_path) is None
+
+
+class Place:
+    """Keeps the steps that it is asked to save."""
+
+    problem = None
+
+    def __init__(self, name: str, saved: list[tuple[str, int]]) -> None:
+        self.name, self.saved = name, saved
+
+    def save(self, _: Any, run: dict[str, Any], wait: bool, best: int | None) -> None:
+        self.saved.append((self.name, run["step"]))
+
+    def wait(self) -> None:
+        pass
+
+
+def test_memory_has_a_copy_of_what_the_disk_is_still_writing() -> None:
+    """Else a rank that is lost meanwhile would cost the steps since the copy before."""
+    saved: list[tuple[str, int]] = []
+    saving: Any = Saving.__new__(Saving)
+    saving.asked, saving.strategy, saving.tell, saving.course = Checkpoint(every=4, in_memory=2), None, MagicMock(), {}
+    saving.best, saving._due, saving.saved_at = Best(), False, -1
+    saving.disk, saving.memory = Place("disk", saved), Place("memory", saved)
+    for step in range(1, 9):
+        saving.after_step(step)
+    assert saved == [("memory", 2), ("memory", 4), ("disk", 4), ("memory", 6), ("memory", 8), ("disk", 8)]

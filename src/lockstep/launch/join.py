@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import UserError
 from lockstep.launch.calls import record_calls
 from lockstep.launch.restart import launch_id, restart_count
-from lockstep.launch.watch import watching
+from lockstep.launch.situation import state_of
+from lockstep.launch.watch import end_soon, watching
 from lockstep.layout.world import World, patience, torch_backend
 from lockstep.words import counted
 
@@ -127,6 +129,27 @@ def check_resolves(host: str) -> None:
         ) from None
 
 
+def stopped_ranks(rank: int) -> list[str]:
+    """Ranks of this machine that cannot join, because their processes are stopped; whoever started them would wait half
+    a minute for them to end, so the first of the others ends them.
+
+    They have said nothing yet. But a launcher starts its ranks one after the other, with one command.
+    """
+    me = psutil.Process()
+    started = me.parent() or me
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = [p for p in started.children() if p.cmdline()[-1:] == me.cmdline()[-1:]]
+    ranks.sort(key=lambda process: (process.create_time(), process.pid))
+    if len(ranks) != local_size:
+        return []
+    stopped = {number: p for number, p in enumerate(ranks) if p.status() == psutil.STATUS_STOPPED}
+    if local_rank == min(set(range(local_size)) - set(stopped)):
+        for process in stopped.values():
+            end_soon(process.pid)
+    first = rank - local_rank
+    return [f"rank {first + number}: {state_of(platform.node(), p.pid)}" for number, p in stopped.items()]
+
+
 def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> None:
     """torch's rendezvous, with its failures told in the user's words."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -142,10 +165,9 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> N
         if "EADDRINUSE" in text or "in use" in text:
             message = f"port {os.environ['MASTER_PORT']} is taken; set MASTER_PORT to a free one"
         elif "imed out" in text or "clients joined" in text or "imeout" in text:
-            message = (
-                f"rank {rank} waited {timeout:g} s at {address}, but not all of WORLD_SIZE={size} ranks joined; "
-                f"start the missing ones, or correct WORLD_SIZE"
-            )
+            message = f"rank {rank} waited {timeout:g} s at {address}, but not all of WORLD_SIZE={size} ranks joined; "
+            stopped = stopped_ranks(rank)
+            message += "; ".join(stopped) if stopped else "start the missing ones, or correct WORLD_SIZE"
         else:
             raise
         raise UserError(message) from error

@@ -98,8 +98,11 @@ def leave() -> NoReturn:
 
 def explained(error: BaseException) -> BaseException:
     """Where ranks have missed each other: what all ranks were doing, if that can be found out."""
-    watch = current_watch()
-    said = watch.explain_timeout() if watch is not None and has_missed_its_peers(error) else None
+    watch, said = current_watch(), None
+    if watch is not None and has_missed_its_peers(error):
+        said = watch.explain_timeout()
+    elif watch is not None and any(words in str(error) for words in ("closed by peer", "reset by peer")):
+        said = watch.explain_closed()
     return error if said is None else HangError(f"the ranks hung: {said}")
 
 

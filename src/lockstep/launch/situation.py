@@ -14,6 +14,8 @@ from lockstep.launch.calls import Call, last_calls
 from lockstep.launch.processes import process_namespace
 
 FRAMES = 6
+FINISHED = "its work is done"
+"""What became of a rank that has returned."""
 BENEATH = ("/lockstep/comm/", "/torch/", "/threading.py", "/contextlib.py", "<frozen ")
 
 
@@ -63,8 +65,12 @@ def main_stack() -> list[str]:
 
 def verdict(found: dict[int, Situation], silent: dict[int, str]) -> str:
     """One line. `silent`: ranks that did not answer, and what became of their processes."""
-    if silent:
-        return f"{_ranks(silent)} did not answer: {'; '.join(silent.values())}" + _who_waits(found, set(silent))
+    finished = [rank for rank, state in silent.items() if state == FINISHED]
+    if lost := {rank: state for rank, state in silent.items() if state != FINISHED}:
+        return f"{_ranks(lost)} did not answer: {'; '.join(lost.values())}" + _who_waits(found, set(lost))
+    if finished and (waits := _who_waits(found, set(finished))):
+        have = "has" if len(finished) == 1 else "have"
+        return f"{_ranks(finished)} {have} finished{waits}: ranks must make the same calls in the same order"
     for call in _open(found):
         if call.number:
             line = _in_step(call, found)
@@ -134,7 +140,7 @@ def report(found: dict[int, Situation], silent: dict[int, str]) -> str:
     lines = [verdict(found, silent)]
     for rank in sorted({*found, *silent}):
         if rank in silent:
-            lines.append(f"  rank {rank}: no answer; {silent[rank]}")
+            lines.append(f"  rank {rank}: {silent[rank] if silent[rank] == FINISHED else f'no answer; {silent[rank]}'}")
             continue
         situation = found[rank]
         doing = "; ".join(

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import psutil
@@ -32,7 +33,7 @@ from lockstep.errors import HangError
 from lockstep.launch.calls import PATIENT, Call, last_calls
 from lockstep.launch.processes import process_namespace
 from lockstep.launch.restart import RESTARTS
-from lockstep.launch.situation import Situation, own_situation, report, state_of
+from lockstep.launch.situation import FINISHED, Situation, own_situation, report, state_of, verdict
 
 LOOK_EVERY = 0.2
 ANSWERS_WITHIN = 0.6
@@ -76,6 +77,9 @@ class Watch:
             thread.start()
 
     def end(self) -> None:
+        """This rank's work is done: if another one still waits for it, that is why."""
+        with suppress(dist.DistError, RuntimeError):  # the store is gone, and with it whoever would ask
+            self._store.set(f"finished/{self.rank}", "")
         self._over.set()
         for thread in self._threads:
             thread.join(2)
@@ -144,7 +148,7 @@ class Watch:
                 self._end_silent(silent, sorted(found))
             if min(found) != self.rank:
                 return None
-            return report(found, {rank: state_of(*process) for rank, process in silent.items()})
+            return report(found, states(self._store, silent))
 
     def _end_silent(self, silent: "dict[int, Process]", answered: list[int]) -> None:
         """A process that is stopped does not end when it is asked to, and whoever started it waits for it for half a
@@ -159,8 +163,20 @@ class Watch:
                 and psutil.pid_exists(pid)
                 and psutil.Process(pid).ppid() == os.getppid()
             ):
-                command = ["sh", "-c", f"sleep {LET_OTHERS_END}; kill -9 {pid}"]
-                subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+                end_soon(pid)
+
+    def explain_closed(self) -> str | None:
+        """Why a peer has closed its connection, if it is because its work is done."""
+        try:
+            finished = [rank for rank in range(self.size) if self._store.check([f"finished/{rank}"])]
+        except (dist.DistError, RuntimeError):  # the store is gone too
+            return None
+        calls = [call for call in last_calls() if set(finished) & set(call.ranks)]
+        if not calls:
+            return None
+        failed = next((call for call in calls if not call.over), calls[-1])
+        mine = Situation(self.rank, platform.node(), os.getpid(), [replace(failed, over=False)])
+        return verdict({self.rank: mine}, dict.fromkeys(finished, FINISHED))
 
     def explain_timeout(self) -> str | None:
         """What a rank, whose backend has lost patience first, tells instead of the backend's words."""
@@ -212,12 +228,25 @@ def answers(store: dist.Store, token: str, size: int, within: float) -> tuple[di
     return found, {rank: process_of(store, rank) for rank in range(size) if rank not in found}
 
 
+def states(store: dist.Store, silent: dict[int, Process]) -> dict[int, str]:
+    """What became of ranks that have not answered."""
+    return {
+        rank: FINISHED if store.check([f"finished/{rank}"]) else state_of(*process) for rank, process in silent.items()
+    }
+
+
+def end_soon(pid: int) -> None:
+    """A process that is stopped, when the others have ended."""
+    command = ["sh", "-c", f"sleep {LET_OTHERS_END}; kill -9 {pid}"]
+    subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+
+
 def ask_from_outside(address: str, size: int) -> str:
     """What the ranks of a run are doing now, for somebody who is none of them. The run goes on."""
     store = connected(address, 5.0)
     token = store.compare_set("look", last_look(store), f"doctor-{os.getpid()}-{time.time_ns()}").decode()
     found, silent = answers(store, token, size, 2.0)
-    return report(found, {rank: state_of(*process) for rank, process in silent.items()})
+    return report(found, states(store, silent))
 
 
 def key(call: Call) -> tuple[str, tuple[int, ...], int, str, int]:

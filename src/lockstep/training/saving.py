@@ -110,11 +110,13 @@ class Saving:
         self._due = self._due or result.save
 
     def after_step(self, step: int) -> None:
-        """To the disk by steps or seconds, else perhaps to memory."""
+        """To the disk by steps or seconds. To memory also then, and first: until the slow disk has all of it, the newest
+        whole copy would be older.
+        """
+        if self.memory is not None and step % self.asked.in_memory == 0:
+            self._save_to(self.memory, step)
         if (self.asked.every and step % self.asked.every == 0) or self._due:
             self.save(step)
-        elif self.memory is not None and step % self.asked.in_memory == 0:
-            self._save_to(self.memory, step)
 
     def save(self, step: int, wait: bool = False) -> None:
         """To the disk; `wait` until it is there."""
