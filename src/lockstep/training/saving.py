@@ -110,8 +110,8 @@ class Saving:
         self._due = self._due or result.save
 
     def after_step(self, step: int) -> None:
-        """To the disk by steps or seconds. To memory also then, and first: until the disk has all of it, the newest whole
-        copy would be older.
+        """To the disk by steps or seconds; and first to memory, if that is due too: until the disk has all of it, the
+        newest whole copy would be an older one.
         """
         if self.memory is not None and step % self.asked.in_memory == 0:
             self._save_to(self.memory, step)
