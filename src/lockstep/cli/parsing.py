@@ -1,10 +1,17 @@
 """Flags to dataclasses, and files that are to be written. Nothing here needs torch."""
 
+import ast
+import inspect
 import re
-from contextlib import redirect_stderr
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import is_dataclass
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from textwrap import dedent, fill
+from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 
@@ -18,14 +25,52 @@ def parse(cls: type[T], argv: list[str], command: str, default: T | None = None)
     options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,)}
     if default is not None:
         options["default"] = default
-    said = StringIO()
+    if {"-h", "--help"} & set(argv):
+        unbreak_help(cls)
+    said, shown = StringIO(), Screen()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(said), redirect_stdout(shown):
             return tyro.cli(cls, args=argv, prog=f"lockstep {command}", **options)
     except SystemExit as leaving:
         if leaving.code in (0, None):  # --help
+            print(wrapped(shown.getvalue()), end="")
             raise
         raise UserError(f"{on_one_line(said.getvalue())}; see lockstep {command.split(' ')[0]} --help") from None
+
+
+def unbreak_help(cls: Any) -> None:
+    """Give tyro the help of every flag as one paragraph: it would keep the line breaks of the source."""
+    owners: list[Any] = [owner for owner in cls.__mro__ if is_dataclass(owner)]
+    for owner in owners:
+        (source,) = ast.parse(dedent(inspect.getsource(owner))).body
+        assert isinstance(source, ast.ClassDef)
+        for statement, following in pairwise(source.body):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            name = statement.target.id
+            for part in (owner.__annotations__[name], *get_args(owner.__annotations__[name])):
+                if isinstance(part, type) and is_dataclass(part):
+                    unbreak_help(part)
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                text = " ".join(str(following.value.value).split())
+                owner.__annotations__[name] = Annotated[owner.__annotations__[name], tyro.conf.arg(help=text)]
+
+
+class Screen(StringIO):
+    """Keeps what is printed, and is otherwise like the screen: boxes and colors are drawn as they would be there."""
+
+    encoding = sys.stdout.encoding
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
+def wrapped(text: str) -> str:
+    """With what stands above the examples broken between words."""
+    above, examples, rest = text.partition("For example:")
+    width = shutil.get_terminal_size((100, 24)).columns
+    lines = [fill(line, width, break_long_words=False, break_on_hyphens=False) for line in above.splitlines()]
+    return "\n".join(lines) + "\n" + examples + rest if examples else text
 
 
 def on_one_line(box: str) -> str:
