@@ -116,6 +116,7 @@ def test_shellcheck_finds_nothing(file: Path) -> None:
 
 
 QUICK = ("--train.steps", "2", "--train.evaluate-every", "0")
+SMALL_GPT = ("--model.size", "custom", "--model.d-model", "32", "--model.layers", "1")
 SMALL = ("--data.name", "synthetic", "--data.samples", "64", "--model.width", "4", "--train.batch-size", "8", *QUICK)
 
 
@@ -127,7 +128,7 @@ SMALL = ("--data.name", "synthetic", "--data.samples", "64", "--model.width", "4
         ("run_ddp_single_node.sh", SMALL, "strategy ddp, 2 ranks"),
         ("run_fsdp_single_node.sh", SMALL, "strategy fsdp, 2 ranks"),
         ("run_verification.sh", ("--strategies", "naive"), "naive"),
-        ("run_benchmark.sh", ("--model.size", "custom", "--model.d-model", "32", "--model.layers", "1"), "naive"),
+        ("run_benchmark.sh", (*SMALL_GPT, "--steps", "2", "--warmup", "0", "--no-baseline"), "naive"),
     ],
 )
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from lockstep.verify import Request, Verdict, preset, verify
 from lockstep.verify.presets import HYBRIDS
 from lockstep.verify.scenarios import CUT_GPT
 from tests.ranks import LONG, on_ranks
-from tests.test_checkpoint import session
+from tests.test_checkpoint import check_moves
 
 MORE = {ranks: [name for name in names if name not in preset("standard")[ranks]] for ranks, names in HYBRIDS.items()}
 """What `lockstep verify` by itself does not have."""
@@ -56,19 +55,6 @@ def test_some_of_them_equal_one_process_on_gloo() -> None:
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-def check_moves(rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]], folder: Path, timeout: float) -> None:
-    saved: dict[tuple[str, str], Any] = {}
-    for ranks, loads, saves in rounds:
-        found = on_ranks(session, ranks, loads, saves, folder, timeout=timeout)[0]
-        saved |= {(str(ranks), name): found[name] for name in saves}
-        for source, saver, loader in loads:
-            (weights, losses), (then, later) = found[source, saver, loader], saved[source, saver]
-            moved = f"{saver} of {source} ranks -> {loader} of {ranks}"
-            for name, tensor in then.items():
-                assert torch.equal(weights[name], tensor), (moved, name)
-            assert losses == pytest.approx(later, abs=1e-12), moved
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ def command(words: list[str], folder: Path, timeout: float = LONG) -> "subproces
 
 
 def test_under_torchrun_one_rank_names_the_folder(tmp_path: Path) -> None:
-    """Two starts of four ranks: each has one folder, with a whole checkpoint."""
+    """Two starts of three ranks: each has one folder, with a whole checkpoint."""
     for number in range(2):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
         words = [*torchrun, "-m", "lockstep", *TRAIN, "--train.steps", "6", "--checkpoint.every", "3"]
         ended = command(words, tmp_path)
         assert ended.returncode == 0, ended.stderr[-2000:]

@@ -4,10 +4,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from lockstep.bench.presets import PRESETS
 from lockstep.cli import main
@@ -15,13 +13,14 @@ from lockstep.layout.world import World
 from lockstep.strategies import STRATEGIES, available_strategies
 from lockstep.verify import Request, Verdict, preset, verify
 from tests.ranks import on_ranks
-from tests.test_checkpoint import session
+from tests.test_checkpoint import check_moves
 
 pytestmark = pytest.mark.slow
 
 BY_HAND = [name for name in available_strategies() if STRATEGIES[name.partition("+")[0]].package is None]
 EXACT = [name for name in available_strategies() if name != "single"]
 LAYOUTS = ["bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero1_torch", "zero3+SHARD_GRAD_OP", "fsdp+NO_SHARD"]
+LAYOUTS += [name for name in ("deepspeed",) if name in available_strategies()]
 
 
 @pytest.mark.proof
@@ -59,7 +58,7 @@ def test_every_strategy_with_every_saver() -> None:
 @pytest.mark.proof
 def test_every_layout_loads_from_others(tmp_path: Path) -> None:
     """Each is loaded by its two neighbours in the list and by itself at other ranks, from one process, and back."""
-    names, saved, wrong = LAYOUTS, dict[tuple[str, str], Any](), list[str]()
+    names = LAYOUTS
     following = [("2", a, names[(i + step) % len(names)]) for i, a in enumerate(names) for step in (1 + i % 4,)]
     rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
         (1, [], ["single"]),
@@ -68,15 +67,7 @@ def test_every_layout_loads_from_others(tmp_path: Path) -> None:
         (2, following, []),
         (1, [("2", name, "single") for name in names[::2]] + [("3", name, "single") for name in names[1::2]], []),
     ]
-    for ranks, loads, saves in rounds:
-        found = on_ranks(session, ranks, loads, saves, tmp_path, timeout=800)[0]
-        saved |= {(str(ranks), name): found[name] for name in saves}
-        for source, saver, loader in loads:
-            (weights, losses), (then, later) = found[source, saver, loader], saved[source, saver]
-            same = all(torch.equal(weights[name], tensor) for name, tensor in then.items())
-            if not same or losses != pytest.approx(later, abs=1e-12):
-                wrong.append(f"{saver} of {source} ranks -> {loader} of {ranks}: {'losses' if same else 'weights'}")
-    assert not wrong
+    check_moves(rounds, tmp_path, 800)
 
 
 SMALL_GPT = ["--model.d-model", "64", "--model.layers", "2", "--model.heads", "4"]

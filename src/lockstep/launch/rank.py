@@ -107,8 +107,8 @@ def explained(error: BaseException) -> BaseException:
 
 
 def has_missed_its_peers(error: BaseException) -> bool:
-    """They did not come in time, or gloo got other bytes than it expected."""
-    return any(words in str(error) for words in ("did not answer within", "imed out", "op.preamble"))
+    """They did not come in time (gloo: "Timed out", "Application timeout"), or gloo got other bytes than expected."""
+    return any(words in str(error) for words in ("did not answer within", "imed out", " timeout", "op.preamble"))
 
 
 LET_THE_CAUSE_COME_FIRST = 0.3
@@ -118,7 +118,8 @@ LET_THE_CAUSE_COME_FIRST = 0.3
 def blames_another(error: BaseException) -> bool:
     """It is about a rank that is gone, or silent: the cause is over there."""
     text = str(error)
-    return isinstance(error, PeerError) or any(w in text for w in ("closed by peer", "reset by peer", "imed out"))
+    words = ("closed by peer", "reset by peer", "imed out", " timeout")
+    return isinstance(error, PeerError) or any(word in text for word in words)
 
 
 def unless_it_leaves(rank: int, function: Callable[..., Any], *args: Any) -> Any:
