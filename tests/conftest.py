@@ -49,19 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.get_closest_marker("proof") is None, item.get_closest_marker("long") is not None))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What waits for the network begins now, and is there when its test comes."""
-    for item in session.items:
-        if item.name == "test_everything_resolves_from_wheels_alone" and not session.config.option.collectonly:
-            item.module.resolving()  # type: ignore[attr-defined]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    for module in {item.module for item in session.items if hasattr(item, "module")}:
-        if hasattr(module, "POOL"):
-            module.POOL.shutdown(wait=False, cancel_futures=True)
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Nothing is left out in silence: what there is no time for has failed."""
     minutes = item.config.getoption("--minutes")
