@@ -62,3 +62,15 @@ def test_rooms_of_one_floor_do_not_know_each_other_in_a_circle() -> None:
             assert room not in front, f"{room} knows itself by way of its neighbours"
             front -= seen
             seen |= front
+
+
+def test_every_class_says_what_it_is() -> None:
+    """But in exercises, whose text says it."""
+    silent = [
+        f"{file.relative_to(SOURCE)} {node.name}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        if file.name != "master.py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and ast.get_docstring(node) is None
+    ]
+    assert silent == []

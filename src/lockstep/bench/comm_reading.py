@@ -160,6 +160,8 @@ def gradient_costs(curve: Curve, peak_flops: float, workloads: list[Workload]) -
 
 @dataclass
 class Prediction:
+    """What the cost model says of one measurement."""
+
     algorithm: str
     nbytes: int
     measured: float

@@ -14,6 +14,8 @@ LIMIT = 120.0
 
 
 class Command:
+    """A `lockstep train` that faults are planted in."""
+
     def __init__(self, words: list[str], **environment: str) -> None:
         self.process = subprocess.Popen(
             words,

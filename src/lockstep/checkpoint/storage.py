@@ -81,6 +81,8 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
+    """Loads tensors and plain values by name, and no pickle of a stranger's."""
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 

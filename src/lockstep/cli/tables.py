@@ -32,6 +32,8 @@ def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...], last: t
 
 
 class Screen(Console):
+    """The terminal, or what takes its place."""
+
     def on_broken_pipe(self) -> None:
         """`| head` has seen enough: main() ends it in good order."""
         raise BrokenPipeError

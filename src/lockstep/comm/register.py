@@ -24,6 +24,8 @@ def register_shm() -> None:
 
 
 class _WhenImported(MetaPathFinder):
+    """Registers the backend as soon as torch.distributed has been imported."""
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != WAITED_FOR:
             return None

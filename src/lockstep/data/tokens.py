@@ -31,6 +31,8 @@ PIECE = 1 << 22
 
 @dataclass
 class About:
+    """What `tokens.json` says of a tokenized text."""
+
     count: int
     dtype: str
     vocabulary: int

@@ -8,6 +8,8 @@ Verdict = Literal["fine", "note", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the doctor's: what was looked at, whether it is well, and how to mend it."""
+
     topic: str
     what: str
     verdict: Verdict = "fine"

@@ -62,6 +62,8 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Lesson:
+    """A folder of the course: text, manifest, grader, and the master of its exercise."""
+
     name: str
     """data_wall"""
     folder: Path

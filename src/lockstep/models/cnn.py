@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 
 class CNN(nn.Module):
+    """Convolutions with pooling, then a hidden linear layer."""
+
     def __init__(self, shape: tuple[int, ...], channels: tuple[int, ...], hidden: int, classes: int) -> None:
         super().__init__()
         colours, height, width = shape

@@ -134,6 +134,8 @@ def is_plain(linear: nn.Module) -> bool:
 
 
 class FeedForward(nn.Module):
+    """The MLP of a block: GELU, or SwiGLU as Llama's."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gated, self.own_gelu = shape.activation == "swiglu", shape.own_gelu
@@ -157,6 +159,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """Norm, attention, norm, MLP; each pair added to the residual stream."""
+
     def __init__(self, shape: Shape, positions: Positions) -> None:
         super().__init__()
         self.attention_norm = make_norm(shape)
@@ -172,6 +176,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """Embedding, blocks, norm, head: tokens (batch, positions) to logits (batch, positions, vocabulary)."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape, self.positions = shape, Positions()

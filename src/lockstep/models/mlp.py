@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
+    """Linear layers of one width, with an activation between them."""
+
     def __init__(self, inputs: int, width: int, outputs: int, layers: int) -> None:
         super().__init__()
         widths = [inputs] + [width] * (layers - 1) + [outputs]

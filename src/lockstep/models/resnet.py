@@ -76,6 +76,8 @@ def stages_of(depth: int) -> tuple[int, ...]:
 
 
 class ResNet(nn.Module):
+    """A stem, stages of residual blocks, and a linear head on the mean over all pixels."""
+
     def __init__(
         self,
         shape: tuple[int, ...],

@@ -40,6 +40,8 @@ class Outcome(float, Enum):
 
 
 class Bucket:
+    """Some parameters' gradients in one buffer, reduced together."""
+
     def __init__(
         self,
         parameters: list[nn.Parameter],

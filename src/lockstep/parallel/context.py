@@ -138,6 +138,8 @@ class Seen:
 
 
 class _Ring(torch.autograd.Function):
+    """Attention over the ring of ranks: keys and values travel, and in backward their gradients with them."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: Group) -> Tensor:
         q, block = q.contiguous(), torch.stack((k, v))

@@ -125,6 +125,8 @@ def gathered(x: Tensor, group: Group, dim: int, sizes: list[int] | None = None) 
 
 
 class _CopyToRanks(torch.autograd.Function):
+    """Forward: as it is. Backward: the sum over the ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -137,6 +139,8 @@ class _CopyToRanks(torch.autograd.Function):
 
 
 class _ReduceFromRanks(torch.autograd.Function):
+    """Forward: the sum over the ranks. Backward: as it is."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         return summed(x, group)
@@ -148,6 +152,8 @@ class _ReduceFromRanks(torch.autograd.Function):
 
 
 class _SplitToRanks(torch.autograd.Function):
+    """Forward: this rank's part. Backward: all ranks' parts."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -160,6 +166,8 @@ class _SplitToRanks(torch.autograd.Function):
 
 
 class _GatherFromRanks(torch.autograd.Function):
+    """Forward: all ranks' parts. Backward: this rank's part."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: list[int] | None) -> Tensor:
         ctx.dim = dim
@@ -174,6 +182,8 @@ class _GatherFromRanks(torch.autograd.Function):
 
 
 class _GatherPositions(torch.autograd.Function):
+    """Forward: an all-gather of positions. Backward: a reduce-scatter of their gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -186,6 +196,8 @@ class _GatherPositions(torch.autograd.Function):
 
 
 class _ScatterSums(torch.autograd.Function):
+    """Forward: a reduce-scatter. Backward: an all-gather."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim

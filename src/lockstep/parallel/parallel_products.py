@@ -60,6 +60,8 @@ def halves(x: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Column(torch.autograd.Function):
+    """A column-parallel product: its input's gradient is all-reduced beside the product for the weight's."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
         ctx.group, ctx.sequence = group, sequence
@@ -107,6 +109,8 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 class _SequenceRow(torch.autograd.Function):
+    """A row-parallel product whose outputs are reduce-scattered along positions."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
         ctx.group = group

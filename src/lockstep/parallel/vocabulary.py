@@ -54,6 +54,8 @@ def cross_entropy_of_parts(logits: Tensor, targets: Tensor, group: Group, start:
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of logits of which each rank has some columns."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, start: int) -> tuple[Tensor, Tensor]:
         width = logits.shape[-1]

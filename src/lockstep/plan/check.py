@@ -17,6 +17,8 @@ SWEEP = ("model", "gpu", "gpus", "global_batch", "seq", "precision")
 
 @dataclass
 class Judged:
+    """A published result beside its prediction."""
+
     row: Row
     time: StepTime | None = None
     memory: Memory | None = None
@@ -142,6 +144,8 @@ def one_constant(judged: Sequence[Judged]) -> Callable[[Judged], float]:
 
 @dataclass
 class Summary:
+    """How far predictions were, over some results."""
+
     rows: int
     predicted: int
     judged: int

@@ -29,6 +29,8 @@ WHAT = {
 
 @dataclass
 class Choice:
+    """A strategy that was considered: whether it fits, and how long a step takes."""
+
     strategy: str
     """As `verify` and `bench` call it."""
     reason: str
@@ -105,6 +107,8 @@ def flags_of(plan: Plan, engine: str) -> str:
 
 @dataclass(frozen=True)
 class Scenario:
+    """A model, machines and a batch, for which a strategy is to be chosen."""
+
     title: str
     model: str
     """A known model, or one of ours."""

@@ -15,6 +15,8 @@ import yaml
 
 @dataclass(frozen=True)
 class Constants:
+    """The numbers that were fitted to published results, by name."""
+
     values: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float:

@@ -18,6 +18,8 @@ SHARE = {"none": 0.0, "attention": 0.0, "selective": 0.5, "every": 0.5, "full": 
 
 @dataclass(frozen=True)
 class Layout:
+    """Degrees of each axis and how a batch is cut: what `search.py` goes through."""
+
     dp: int = 1
     tp: int = 1
     pp: int = 1

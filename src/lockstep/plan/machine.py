@@ -18,6 +18,8 @@ HERE = Path("machine.yaml")
 
 @dataclass(frozen=True)
 class Link:
+    """What joins two processors."""
+
     gb_per_s: float
     """1e9 bytes per second of one processor, one direction."""
     latency_us: float
@@ -72,6 +74,8 @@ WIDER = ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
 
 @dataclass(frozen=True)
 class Cluster:
+    """So many nodes of a machine."""
+
     nodes: int
     per_node: int
     machine: Machine

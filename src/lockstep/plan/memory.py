@@ -25,6 +25,8 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffe
 
 @dataclass
 class Memory:
+    """Bytes of the fullest rank, by what they are for."""
+
     stage: int
     kinds: dict[str, float] = field(default_factory=dict)
     """Bytes."""

@@ -37,6 +37,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
+    """Of one layer: heads, key heads, and their width."""
+
     heads: int
     kv_heads: int
     dim: int
@@ -93,6 +95,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Network:
+    """A model as the planner sees it: kinds of layers and how often each occurs."""
+
     name: str
     layers: tuple[tuple[Block, int], ...]
     """(layer, how often), in the order of the model."""

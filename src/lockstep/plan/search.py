@@ -27,6 +27,8 @@ FIXABLE = ("dp", "tp", "pp", "cp", "ep", "zero", "chunks", "micro_batch", "recom
 
 @dataclass(frozen=True)
 class Question:
+    """What is to be trained, on what, within which limits."""
+
     network: Network
     cluster: Cluster
     global_batch: int
@@ -94,6 +96,8 @@ class Plan:
 
 @dataclass
 class Answer:
+    """A layout, with its time and memory."""
+
     question: Question
     plans: list[Plan]
     """That fit, fastest first; those that are risky among them."""

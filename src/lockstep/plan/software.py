@@ -28,6 +28,8 @@ PURE = Kept(2, 2, 4)
 
 @dataclass(frozen=True)
 class Software:
+    """What a framework keeps, fuses and overlaps."""
+
     name: str
     fused: bool = False
     """Elementwise operations run in few kernels: compiled, or Transformer Engine's."""

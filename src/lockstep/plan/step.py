@@ -71,6 +71,8 @@ class Setting:
 
 @dataclass
 class StepTime:
+    """How long a step takes, and what of it is what."""
+
     seconds: float
     terms: Terms
     """Seconds of a step, by term; they add up."""

@@ -25,6 +25,8 @@ class Table:
 
 @dataclass
 class Section:
+    """A part of the page: a heading, charts, tables, sentences."""
+
     kind: str
     title: str
     record: Record

@@ -44,6 +44,8 @@ CONFIG: Spec = {
 
 @dataclass(frozen=True)
 class Chart:
+    """A picture: its title, and what Vega-Lite is to draw."""
+
     title: str
     spec: Spec
     """Without title, width and configuration, which belong to where it is drawn."""
@@ -53,6 +55,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Curve:
+    """One line of a chart."""
+
     name: str
     x: Sequence[float | None]
     y: Sequence[float | None]

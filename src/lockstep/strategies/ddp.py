@@ -17,6 +17,8 @@ DEFAULT_BUCKET_MB = 25.0
 
 
 class DDP(Engine):
+    """PyTorch's DistributedDataParallel."""
+
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
         compressed = "--parallel.data bucketed --parallel.compression bf16 (half the bytes)"

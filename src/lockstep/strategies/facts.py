@@ -21,6 +21,8 @@ class Law:
 
 @dataclass(frozen=True)
 class Facts:
+    """What is true of a strategy: what it divides, what it overlaps, what to try next."""
+
     says: str
     """What it does, in a few words."""
     sends: str = "2Ψ(n-1)/n"

@@ -21,6 +21,8 @@ from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, ga
 
 
 class FullySharded(Engine):
+    """ZeRO stage 3 by hand, as an engine."""
+
     takes_any_graph = True
     gathers_ahead = True
     axis = "shard"

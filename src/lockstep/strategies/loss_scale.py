@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class LossScale:
+    """A factor that keeps fp16 gradients from vanishing: halved at an overflow, doubled after a while without."""
+
     scale: float = 2.0**12
     growth_interval: int = 2000
     """Steps without an overflow after which the scale is doubled."""

@@ -52,6 +52,8 @@ class Part(nn.Module):
 
 
 class NativePipelineWorker(PipelineWorker):
+    """Steps by PyTorch's own pipeline schedules."""
+
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         engine.traffic_is_seen = False

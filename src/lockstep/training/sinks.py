@@ -32,6 +32,8 @@ def sinks(config: Config, folder: Path, purge: int | None, restarts: int) -> lis
 
 
 class TensorBoard:
+    """Metrics as TensorBoard's event files."""
+
     def __init__(self, folder: Path, purge: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0's alone
 
@@ -94,6 +96,8 @@ def escaped(label: str) -> str:
 
 
 class WeightsAndBiases:
+    """Metrics to Weights & Biases."""
+
     def __init__(self, project: str, config: Config, folder: Path) -> None:
         wandb = imported("wandb", "metrics.wandb")
         # The run's own name, so that a run that goes on goes on there as well.
@@ -108,6 +112,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
+    """Metrics to MLflow."""
+
     def __init__(self, experiment: str, config: Config, folder: Path) -> None:
         self._mlflow = imported("mlflow", "metrics.mlflow")
         self._mlflow.set_experiment(experiment)

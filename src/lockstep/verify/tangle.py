@@ -39,6 +39,8 @@ class Layer(nn.Module):
 
 
 class Tangle(nn.Module):
+    """A model with all that wrappers stumble over: tied, frozen, unused and late parameters."""
+
     projection: Tensor
     steps: Tensor
     seen: Tensor

@@ -23,6 +23,8 @@ LOOK_EVERY = 0.2
 
 
 class _Timespec(ctypes.Structure):
+    """C's `struct timespec`."""
+
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 

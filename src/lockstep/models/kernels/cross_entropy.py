@@ -82,6 +82,8 @@ def _backward(logits, targets, log_sums, slope, gradient, width, ignored, PIECE:
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Loss and gradient of the logits in one pass each, by kernels of our own."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
         logits, targets = logits.contiguous(), targets.contiguous()

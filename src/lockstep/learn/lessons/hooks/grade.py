@@ -37,6 +37,8 @@ class Slowly(torch.autograd.Function):
 
 
 class Deep(nn.Module):
+    """Linear layers, each followed by one whose backward takes a while."""
+
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS)).double()
