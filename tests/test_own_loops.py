@@ -4,6 +4,7 @@ an average of the weights, freezing. Under every wrapper it is the loop of one p
 
 import copy
 from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import Any, get_args
 
 import pytest
@@ -174,6 +175,26 @@ def test_a_users_loop_is_that_of_one_process(
             assert mine[name].keys() == reference[name].keys()
             for key, value in reference[name].items():
                 torch.testing.assert_close(mine[name][key], value, rtol=1e-9, atol=1e-11, msg=f"{name} {key}")
+
+
+def bad_copies(world: World) -> dict[str, float]:
+    """Rank 1 has a gradient that is not finite, of something that rank 0 holds, and counts, as well."""
+    found = {}
+    for kind in ("tp", "zero3"):
+        model, _ = wrapped(kind, group_of(), group_of())
+        inputs, targets = batch_of(0) if kind == "tp" else lockstep.shard_batch(batch_of(0), world.rank, world.size)
+        F.cross_entropy(model(inputs), targets).backward()
+        copied = next(p for p in model.parameters() if p.shape == (8,) and p.grad is not None)  # of the norm
+        if world.rank == 1:
+            copied.grad[3] = float("inf")
+        found[kind] = float(lockstep.clip_grad_norm_(model, LIMIT))
+    return found
+
+
+def test_a_copy_that_is_not_finite_makes_the_norm_so_on_every_rank() -> None:
+    """Else that rank alone would step with it, and part from the others."""
+    for rank in on_ranks(bad_copies, 2):
+        assert not any(isfinite(norm) for norm in rank.values()), rank
 
 
 # ---- what torch's own functions would do in silence ----------------------------------------------------------------

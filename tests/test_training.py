@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,28 @@ def test_a_disk_that_fills_up_costs_the_records_and_not_the_run(
             metrics.write("train", step, {"loss": 1.0})
     assert capsys.readouterr().err.count("metrics end at step 2 (No space left on device)") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_folder_that_is_deleted_in_a_run_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Records would go to a file that nobody finds; and TensorBoard's thread ends without a traceback."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with MetricsWriter(folder, config=Config()) as metrics:
+        metrics.write("train", 1, {"loss": 1.0})
+        shutil.rmtree(folder)
+        for step in range(2, 30):
+            metrics.write("train", step, {"loss": 1.0})
+    said = capfd.readouterr().err
+    assert said.count("metrics end at step 2 (the folder, or the file in it, was deleted); training goes on") == 1
+    assert "Traceback" not in said
+
+
+def test_gradients_whose_norm_overflows_are_named() -> None:
+    config = short(precision="fp32", lr=0.01)
+    dataset = build_data(config)
+    strategy = prepare_strategy(World(), config, dataset)
+    good = dataset.train.batch(torch.arange(8))
+    assert "training diverges; lower train.lr" in locate_nonfinite(strategy, Batch(1e18 * good.inputs, good.targets))
 
 
 def test_records_up_to_the_step_that_a_run_goes_on_from_are_kept(tmp_path: Path) -> None:

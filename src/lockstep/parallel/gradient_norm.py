@@ -32,27 +32,33 @@ class Gradients:
         self.trained, self.group, self.device = trained, group, device
 
     @cached_property
-    def _known(self) -> tuple[list[tuple[Held, tuple[Box, ...]]], bool]:
-        """(of what this rank counts, the boxes; whether all ranks hold everything). All ranks find it out together."""
+    def _known(self) -> tuple[list[tuple[Held, tuple[Box, ...]]], list[Held], bool]:
+        """(of what this rank counts, the boxes; what other ranks count for it, or part of that; whether all ranks hold
+        everything). All ranks find it out together.
+        """
         everyone = all_gather_objects({name: held.region for name, held in self.trained.items()}, self.group)
         before = everyone[: self.group.rank]
         counted = {n: h.region.minus(t[n] for t in before if n in t) for n, h in self.trained.items()}
         names = {name for theirs in everyone for name in theirs}
         everywhere = all(name in t and t[name].is_whole for name in names for t in everyone)
-        return [(self.trained[name], boxes) for name, boxes in counted.items() if boxes], everywhere
+        mine = [(self.trained[name], boxes) for name, boxes in counted.items() if boxes]
+        copies = [held for name, held in self.trained.items() if counted[name] != held.region.boxes]
+        return mine, copies, everywhere
 
     def tensors(self) -> list[Tensor]:
         """This rank's, as plain tensors."""
         return [g for held in self.trained.values() if (g := gradient_of(held.parameter)) is not None]
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Of the whole model's gradient."""
-        counted, everywhere = self._known
+        """Of the whole model's gradient; not finite, if a copy that is not counted is not."""
+        counted, copies, everywhere = self._known
         if everywhere:
             return nn.utils.get_total_norm(self.tensors(), norm_type).to(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if parts := [part for held, boxes in counted for part in gradient_parts(held, boxes)]:
             total += nn.utils.get_total_norm(parts, norm_type).to(total)
+        if others := [g for held in copies if (g := gradient_of(held.parameter)) is not None]:
+            total += 0 * nn.utils.get_total_norm(others, norm_type).to(total)  # 0 x inf is NaN
         if norm_type == inf:
             return all_reduce(total, dist.ReduceOp.MAX, self.group, purpose="norm")
         return all_reduce(total**norm_type, group=self.group, purpose="norm") ** (1.0 / norm_type)

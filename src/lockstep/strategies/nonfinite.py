@@ -5,6 +5,9 @@ from lockstep.data import Batch, tensors_in
 from lockstep.layout.region import local
 from lockstep.strategies.parallel_model import ParallelModel
 
+LARGEST = 1e17
+"""Of gradients whose norm can be taken in fp32: squares of some hundred larger ones overflow."""
+
 
 def locate_nonfinite(strategy: ParallelModel, batch: Batch) -> str:
     """What was not finite in a skipped step, in words. Every rank must call it, with its share of that step's batch.
@@ -19,6 +22,8 @@ def locate_nonfinite(strategy: ParallelModel, batch: Batch) -> str:
     tensors += [("gradient of", name, gradient) for name, gradient in engine.own_gradients() if gradient is not None]
     found = [f"{what} {name}" for what, name, tensor in tensors if not bool(tensor.isfinite().all())]
     inputs_bad = any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors_in(batch.inputs))
+    gradients = [tensor for what, _, tensor in tensors if what != "weight" and tensor.numel()]
+    largest = max((float(gradient.abs().max()) for gradient in gradients), default=0.0)
     engine.zero_gradients()
     mine = ["its inputs"] * inputs_bad + found + ["its loss"] * (loss_is_bad and not found and not inputs_bad)
     totals.pending.wait()
@@ -27,4 +32,6 @@ def locate_nonfinite(strategy: ParallelModel, batch: Batch) -> str:
         for rank, theirs in enumerate(all_gather_objects(mine))
         if theirs
     ]
+    if not findings and (most := max(all_gather_objects(largest))) > LARGEST:
+        return f"gradients of up to {most:.1e}, whose norm overflows: training diverges; lower train.lr"
     return "; ".join(findings) or "not reproduced when the batch was run again"

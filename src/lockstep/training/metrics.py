@@ -5,9 +5,11 @@ own, because it will take those steps again.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from errno import ENOENT
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -66,6 +68,8 @@ class MetricsWriter:
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
         self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")  # JSON knows no NaN
         self._file.flush()
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError(ENOENT, "the folder, or the file in it, was deleted")
 
     def _or_without(self, sink: Sink, when: str, work: Callable[[], None]) -> None:
         """A disk, a network, somebody else's package: what they cost is the sink, never the run."""

@@ -1,5 +1,7 @@
 """Where records go besides metrics.jsonl: each place behind the same two methods."""
 
+import threading
+import traceback
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -37,6 +39,7 @@ class TensorBoard:
     def __init__(self, folder: Path, purge: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0's alone
 
+        threading.excepthook = silent_about_events
         self._board = SummaryWriter(str(folder), purge_step=purge)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
@@ -45,6 +48,13 @@ class TensorBoard:
 
     def close(self) -> None:
         self._board.close()
+
+
+def silent_about_events(failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard writes in a thread. What ends it is told in one line, when the next record is written."""
+    innermost = list(traceback.walk_tb(failed.exc_traceback))[-1:]
+    if not any("tensorboard" in frame.f_code.co_filename for frame, _ in innermost):
+        threading.__excepthook__(failed)
 
 
 HELP = {
