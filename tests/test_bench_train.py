@@ -381,6 +381,7 @@ def test_scaling_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         ("bench scaling --threads 9999", "--threads 9999: give 1 to"),
         ("bench train --parallel.data zero3", "--parallel.data names one strategy"),
         ("bench train --nproc 2 configs/bench_mlp16.yaml", "configs/bench_mlp16.yaml must come first"),
+        ("bench train --nproc 2 bench_gpt25m --model.context 16", "the config bench_gpt25m must come first"),
         ("bench scaling --csv /proc/x.csv", "--csv /proc/x.csv cannot be written"),
         ("bench train --json x.json --plot x.svg --csv x.json", "x.json was given for two kinds of output"),
         ("verify --nproc 2 --world-size 3", "--nproc and --world-size both say"),

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +51,8 @@ BEST = "best"
 STEP = re.compile(r"step-\d{8,}")
 """The name of a checkpoint."""
 LOWEST_PRIORITY = 19
+LITTLE = 2**20
+"""Bytes that are left on a disk on which a file could not be finished."""
 BYTES_PER_PARAMETER = 16
 """Of a checkpoint: fp32 weights and two moments, generously."""
 SLOWEST_DISK = 20e6
@@ -163,14 +166,21 @@ class Checkpoints:
         """Import now what takes long to import, before the first save would do it beside training."""
         from lockstep.checkpoint import storage  # noqa: F401
 
-    @staticmethod
-    def _attempt(action: Any) -> str | None:
+    def _attempt(self, action: Any) -> str | None:
         """Do it; if it fails, say why, so that all ranks can give up together."""
         try:
             action()
         except Exception as error:  # the disk is full, a right is missing, ...: training goes on without this one
+            if isinstance(error, RuntimeError) and self._free_bytes() < LITTLE:  # torch's words are "unexpected pos"
+                return f"{self.folder}: No space left on device"
             return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
+
+    def _free_bytes(self) -> float:
+        try:
+            return shutil.disk_usage(self.folder).free
+        except OSError:  # there is no such folder
+            return inf
 
     def _gather(self, value: Any) -> list[Any]:
         return [value] if self.group is None else all_gather_objects(value, self.group)

@@ -12,7 +12,7 @@ from lockstep.cli.others import ours_for
 from lockstep.config import Config, load_config
 from lockstep.config.check import check_range
 from lockstep.config.load import field_name, nearest, type_name, valid_keys
-from lockstep.config.shipped import find_config
+from lockstep.config.shipped import find_config, shipped_configs
 from lockstep.config.trust import check_trusted, is_of_a_run
 from lockstep.errors import UserError
 
@@ -98,9 +98,9 @@ def config_from(argv: list[str], default: Config | None = None) -> tuple[Config,
         if not hasattr(given, "args"):
             raise UserError(f"--{section}.args are for an imported {section}; give --{section}.import as well")
         given.args = {**given.args, **arguments}
+    _refuse_late_file(rest)
     _refuse_unknown_flags(rest, config)
     _refuse_wrong_values(rest, config)
-    _refuse_late_file(rest)
     return config, rest
 
 
@@ -173,8 +173,9 @@ def _refuse_late_file(argv: list[str]) -> None:
     """A config file behind the flags, where a word is taken for a flag's value."""
     for before, word in zip(["", *argv], argv, strict=False):
         takes_a_value = before.startswith("--") and "=" not in before and not before.startswith("--no-")
-        if word.endswith((".yaml", ".yml")) and not takes_a_value:
-            raise UserError(f"the config file {word} must come first, before all flags")
+        is_config = word.endswith((".yaml", ".yml")) or (word in shipped_configs() and "--strategies" not in argv)
+        if is_config and not takes_a_value:
+            raise UserError(f"the config {word} must come first, before all flags")
 
 
 def flag_value(argv: list[str], flag: str) -> str | None:

@@ -132,8 +132,9 @@ class Saving:
     def _save_to(self, place: Checkpoints, step: int, wait: bool = False) -> None:
         start = time.perf_counter()
         for other in (self.disk, self.memory):  # they share a group, and what is sent in it must not mix
-            if other is not None and other is not place:
+            if other is not None:
                 other.wait()
+        self.tell_problems(step)  # of the save before
         best = asdict(self.best) if isfinite(self.best.loss) else None
         keep = self.best.step if best is not None and self.asked.keep_best and place is self.disk else None
         place.save(self.strategy, {"step": step, **self.course, "best": best}, wait, best=keep)
