@@ -350,12 +350,14 @@ def test_a_folder_that_is_deleted_in_a_run_is_told(tmp_path: Path, capfd: pytest
     assert "Traceback" not in said
 
 
-def test_gradients_whose_norm_overflows_are_named() -> None:
+def test_a_norm_that_overflows_and_a_loss_that_is_well_again_are_named() -> None:
     config = short(precision="fp32", lr=0.01)
     dataset = build_data(config)
     strategy = prepare_strategy(World(), config, dataset)
     good = dataset.train.batch(torch.arange(8))
     assert "training diverges; lower train.lr" in locate_nonfinite(strategy, Batch(1e18 * good.inputs, good.targets))
+    where = locate_nonfinite(strategy, good, torch.tensor(float("nan")))
+    assert where == "rank 0: its loss; not reproduced when the batch was run again"
 
 
 def test_records_up_to_the_step_that_a_run_goes_on_from_are_kept(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Which rank and parameter a step failed on."""
 
+from torch import Tensor
+
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.data import Batch, tensors_in
 from lockstep.layout.region import local
@@ -9,11 +11,11 @@ LARGEST = 1e17
 """Of gradients whose norm can be taken in fp32: squares of some hundred larger ones overflow."""
 
 
-def locate_nonfinite(strategy: ParallelModel, batch: Batch) -> str:
+def locate_nonfinite(strategy: ParallelModel, batch: Batch, own_loss: Tensor | None = None) -> str:
     """What was not finite in a skipped step, in words. Every rank must call it, with its share of that step's batch.
 
     After the average every rank holds the same NaN; so every rank runs its share once more without averaging, and says
-    what it finds.
+    what it finds. `own_loss`: of this rank in that step, which names the rank if it is not to be found again.
     """
     engine = strategy.engine
     totals = strategy.worker.only_gradients(batch)
@@ -27,11 +29,16 @@ def locate_nonfinite(strategy: ParallelModel, batch: Batch) -> str:
     engine.zero_gradients()
     mine = ["its inputs"] * inputs_bad + found + ["its loss"] * (loss_is_bad and not found and not inputs_bad)
     totals.pending.wait()
+    was_bad = own_loss is not None and not bool(own_loss.isfinite())
+    everyone = all_gather_objects((mine, largest, was_bad))
     findings = [
         f"rank {rank}: {theirs[0]}" + (f" and {len(theirs) - 1} more" if len(theirs) > 1 else "")
-        for rank, theirs in enumerate(all_gather_objects(mine))
+        for rank, (theirs, _, _) in enumerate(everyone)
         if theirs
     ]
-    if not findings and (most := max(all_gather_objects(largest))) > LARGEST:
+    if findings:
+        return "; ".join(findings)
+    if (most := max(largest for _, largest, _ in everyone)) > LARGEST:
         return f"gradients of up to {most:.1e}, whose norm overflows: training diverges; lower train.lr"
-    return "; ".join(findings) or "not reproduced when the batch was run again"
+    ranks = [f"rank {rank}: its loss; " for rank, (_, _, was_bad) in enumerate(everyone) if was_bad]
+    return "".join(ranks) + "not reproduced when the batch was run again"

@@ -117,7 +117,7 @@ class Worker:
         self.save_requested = False
         counting = all_reduce_async(counts, group=self.layout.norm, purpose="count")
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        totals = Totals(sums, counts, Pending(None), sums[0])
+        totals = Totals(sums, counts, Pending(None), torch.zeros_like(sums[0]))
         return Step(self._micro_batches(batch), totals, counting, around)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
