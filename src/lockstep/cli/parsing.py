@@ -59,10 +59,16 @@ def unbreak_help(cls: Any) -> None:
 class Screen(StringIO):
     """Keeps what is printed, and is otherwise like the screen: boxes and colors are drawn as they would be there."""
 
-    encoding = sys.stdout.encoding
+    def __init__(self) -> None:
+        super().__init__()
+        self._screen = sys.stdout
+
+    @property
+    def encoding(self) -> Any:  # type: ignore[override]
+        return self._screen.encoding
 
     def isatty(self) -> bool:
-        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+        return self._screen.isatty()
 
 
 def wrapped(text: str) -> str:

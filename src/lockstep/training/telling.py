@@ -117,7 +117,7 @@ class Telling:
             values["tokens_per_s"] = rate * self.dataset.spec.shape[0]
         if self.peak and self.strategy.flops_per_sample:  # else they are not known
             values["mfu"] = rate * self.strategy.flops_per_sample / (self.world.size * self.peak)
-            words.append(f"MFU {values['mfu']:.1%}")
+            words.append(f"MFU {values['mfu']:.1%}" if values["mfu"] >= 0.001 else f"MFU {100 * values['mfu']:.1g}%")
         values |= {name: means[name] for name in means if name.endswith("_ms")}
         values["exposed_share"] = self.window.exposed_share(step.end)
         values["memory_bytes"] = peak_memory(self.world.device)
