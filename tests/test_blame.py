@@ -5,6 +5,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +148,20 @@ def test_a_flipped_bit_is_found(data: str) -> None:
             assert after is None
         else:
             assert after == f"rank 2 of 3 that hold it: {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_checksum_sees_the_highest_bits_and_signs_that_have_changed_places(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 9).to(dtype)
+    bits = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    sums = {checksum(tensor)}
+    for index, bit in product(range(8), range(8 * dtype.itemsize - 1)):
+        bits[index] ^= 1 << bit
+        sums.add(checksum(tensor))
+        bits[index] ^= 1 << bit
+    assert len(sums) == 1 + 8 * (8 * dtype.itemsize - 1)
+    signs = torch.tensor([1, 2, -1, 3], dtype=dtype)
+    assert checksum(signs) != checksum(signs[[2, 1, 0, 3]])
 
 
 @given(st.integers(1, 300), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.data())

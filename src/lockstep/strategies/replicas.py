@@ -22,9 +22,11 @@ def checksum(tensor: Tensor) -> int:
     """Of the bits, each with its place, so that elements that have changed places are seen too."""
     bits = tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    weights = torch.arange(CHUNK, device=bits.device) % 65_521 + 1
+    weights = 2 * (torch.arange(CHUNK, device=bits.device) % 65_521) + 1  # odd: an even one would lose the highest bits
     for start, part in enumerate(bits.split(CHUNK)):
-        total += (part.long() * weights[: len(part)]).sum() * (start % 65_521 + 1)
+        mixed = part.long()
+        mixed = mixed ^ (mixed >> 32)  # so that the highest ones, a sign, say, count in more than one place
+        total += (mixed * weights[: len(part)]).sum() * (2 * (start % 65_521) + 1)
     return int(total)
 
 
