@@ -130,10 +130,10 @@ def check_resolves(host: str) -> None:
 
 
 def stopped_ranks(rank: int) -> list[str]:
-    """Ranks of this machine that cannot join, because their processes are stopped; whoever started them would wait half
-    a minute for them to end, so the first of the others ends them.
+    """Ranks of this machine that cannot join, because their processes are stopped. The launcher would wait half a minute
+    for them to end, so the first of the other ranks ends them.
 
-    They have said nothing yet. But a launcher starts its ranks one after the other, with one command.
+    They have written nothing to the store yet. But a launcher starts its ranks in order, with one command.
     """
     me = psutil.Process()
     started = me.parent() or me

@@ -78,7 +78,7 @@ class Watch:
 
     def end(self) -> None:
         """This rank's work is done: if another one still waits for it, that is why."""
-        with suppress(dist.DistError, RuntimeError):  # the store is gone, and with it whoever would ask
+        with suppress(dist.DistError, RuntimeError):  # the store is gone, and with it the ranks that would ask
             self._store.set(f"finished/{self.rank}", "")
         self._over.set()
         for thread in self._threads:

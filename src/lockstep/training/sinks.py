@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 def silent_about_events(failed: threading.ExceptHookArgs) -> None:
-    """TensorBoard writes in a thread. What ends it is told in one line, when the next record is written."""
+    """TensorBoard writes in a thread. What ends it is printed as one line when the next record is written."""
     innermost = list(traceback.walk_tb(failed.exc_traceback))[-1:]
     if not any("tensorboard" in frame.f_code.co_filename for frame, _ in innermost):
         threading.__excepthook__(failed)
