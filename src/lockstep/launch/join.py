@@ -130,8 +130,8 @@ def check_resolves(host: str) -> None:
 
 
 def stopped_ranks(rank: int) -> list[str]:
-    """Ranks of this machine that cannot join, because their processes are stopped. The launcher would wait half a minute
-    for them to end, so the first of the other ranks ends them.
+    """Ranks of this machine that cannot join, because their processes are stopped. The launcher would wait half a
+    minute for them to end, so the first of the other ranks ends them.
 
     They have written nothing to the store yet. But a launcher starts its ranks in order, with one command.
     """
