@@ -70,7 +70,7 @@ def traffic_by_axis(
     found["cp"] = added(
         context_traffic(stage, cp.size, parallel.attention, count, positions * cp.size, itemsize) for count, _ in rows
     )
-    if not has_known_layers(model):
+    if tp.size > 1 and not has_known_layers(model):
         found["tp"] = None
     if isinstance(stage, Stage):
         width = stage_width(stage)
