@@ -31,6 +31,10 @@ from lockstep.plan.memory import memory_of
 from lockstep.plan.step import Setting, step_time, with_factors
 from lockstep.results.record import read_record
 
+MEANING = (
+    "*Expected* is what guides and courses say. *Predicted* is the planner's, for the machine that `lockstep "
+    "calibrate` has measured, or a closed form's. *Measured* is this run. Each experiment is a command that you can type."
+)
 Row = tuple[str, str, str, str]
 """What; expected, predicted, measured."""
 
@@ -212,7 +216,7 @@ def bench_train(preset: str, runner: Runner) -> list[str]:
 
 
 def page(title: str, experiments: list[Experiment]) -> str:
-    lines = [f"# {title}", "", __doc__.split("\n\n")[3].replace("\n", " ").strip()]
+    lines = [f"# {title}", "", MEANING]
     for number, experiment in enumerate(experiments, 1):
         lines += ["", f"## {number}. {experiment.question}", "", "```bash", experiment.command, "```", ""]
         table = [("", "expected", "predicted", "measured"), *experiment.rows]

@@ -104,7 +104,7 @@ def finishes_early(world: World) -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_that_has_finished_is_named_so(backend: str) -> None:
-    """It answers nobody any more, and nothing is wrong with its process."""
+    """It does not answer any more, and nothing is wrong with its process."""
     launch = Launch(nproc=2, device="cpu", backend=backend, timeout=3)
     with pytest.raises(RankError) as failure:
         run_on_ranks(finishes_early, launch=launch, start_method="forkserver")
@@ -136,7 +136,7 @@ def test_a_rank_that_is_stopped_before_it_joins_is_named(tmp_path: Path) -> None
         timeout=LONG,
     )
     assert re.fullmatch(r"rank 4: process \d+ on \S+ is stopped \(SIGSTOP; kill -CONT lets it go on\)\n", done.stdout)
-    assert done.returncode == signal.SIGKILL, "it was ended, so that nobody waits for it"
+    assert done.returncode == signal.SIGKILL, "it was ended, so that the launcher does not wait for it"
 
 
 def entry(name: str, number: int, sizes: list[int], state: str = "started", **more: Any) -> dict[str, Any]:

@@ -337,7 +337,7 @@ def test_a_disk_that_fills_up_costs_the_records_and_not_the_run(
 
 
 def test_a_folder_that_is_deleted_in_a_run_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Records would go to a file that nobody finds; and TensorBoard's thread ends without a traceback."""
+    """Records would go to a file without a name; and TensorBoard's thread ends without a traceback."""
     folder = tmp_path / "run"
     folder.mkdir()
     with MetricsWriter(folder, config=Config()) as metrics:

@@ -126,7 +126,10 @@ def show_fit(screen: Console, result: Result) -> None:
         screen.print(f"  {human(nbytes):>8}: auto takes {chosen.algorithm}, {verdict}")
 
 
-COSTS = ("communi-\ncation", "compu-\ntation", "share of\nstep %")
+COSTS = (
+    *("gradients\nMB", "samples\n/rank/step", "FLOP\n/parameter"),
+    *("communi-\ncation", "compu-\ntation", "share of\nstep %"),
+)
 SMALLEST_FOR_MODELS = 1024 * 1024
 """Smaller messages say nothing about bandwidth."""
 
@@ -153,12 +156,7 @@ def show_reading(screen: Console, result: Result, config: Config | None = None, 
     table = new_table(
         f"fp32 gradients over this link, all_reduce by {best.candidate.name}",
         ("model",),
-        (
-            "gradients\nMB",
-            "samples\n/rank/step",
-            "FLOP\n/parameter",
-            *COSTS,
-        ),
+        COSTS,
     )
     asked = [] if config is None else [workload_of(config, name, best.rows[0].ranks)]
     for c in gradient_costs(best, result.peak_flops, asked + usual_workloads()):

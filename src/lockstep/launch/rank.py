@@ -101,14 +101,20 @@ def explained(error: BaseException) -> BaseException:
     watch, said = current_watch(), None
     if watch is not None and has_missed_its_peers(error):
         said = watch.explain_timeout()
-    elif watch is not None and any(words in str(error) for words in ("closed by peer", "reset by peer")):
+    elif watch is not None and any(words in str(error) for words in CLOSED):
         said = watch.explain_closed()
     return error if said is None else HangError(f"the ranks hung: {said}")
 
 
 def has_missed_its_peers(error: BaseException) -> bool:
     """They did not come in time (gloo: "Timed out", "Application timeout"), or gloo got other bytes than expected."""
-    return any(words in str(error) for words in ("did not answer within", "imed out", " timeout", "op.preamble"))
+    return any(words in str(error) for words in (*LATE, "did not answer within", "op.preamble"))
+
+
+CLOSED = ("closed by peer", "reset by peer")
+"""What gloo says of a rank that has gone."""
+LATE = ("imed out", " timeout")
+"""What backends say of a rank that does not come."""
 
 
 LET_THE_CAUSE_COME_FIRST = 0.3
@@ -118,8 +124,7 @@ LET_THE_CAUSE_COME_FIRST = 0.3
 def blames_another(error: BaseException) -> bool:
     """It is about a rank that is gone, or silent: the cause is over there."""
     text = str(error)
-    words = ("closed by peer", "reset by peer", "imed out", " timeout")
-    return isinstance(error, PeerError) or any(word in text for word in words)
+    return isinstance(error, PeerError) or any(words in text for words in (*CLOSED, *LATE))
 
 
 def unless_it_leaves(rank: int, function: Callable[..., Any], *args: Any) -> Any:

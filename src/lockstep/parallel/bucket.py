@@ -4,8 +4,8 @@
 
 The tail holds one number per parameter: 1 where this rank's backward produced a gradient. Summed with the gradients it
 tells how many ranks used the parameter, so that "unused everywhere" (`grad` stays None) and "unused here" (`grad`
-becomes the average) are told apart without a collective of their own. The last bucket carries one number more, this
-rank's `Outcome` of the backward pass: COMPLETE, LATE or FAILED.
+becomes the average) can be distinguished without a collective of their own. The last bucket carries one number more,
+this rank's `Outcome` of the backward pass: COMPLETE, LATE or FAILED.
 """
 
 from collections.abc import Callable, Sequence

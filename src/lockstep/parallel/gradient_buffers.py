@@ -34,7 +34,7 @@ class GradientBuffers:
         """Whose gradients fit, in an order that all ranks share: they make buffers together."""
 
     def make_for(self, units: Collection[ShardUnit], in_blocks: Collection[ShardUnit]) -> None:
-        """Make room for the gradients of `units`, if there is none yet; nothing may be in flight then."""
+        """Make room for the gradients of `units`, if there is none yet, when nothing is in flight any more."""
         if self._units.keys() >= set(units):
             return
         self._units |= dict.fromkeys(units)

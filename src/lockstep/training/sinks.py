@@ -39,7 +39,8 @@ class TensorBoard:
     def __init__(self, folder: Path, purge: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0's alone
 
-        threading.excepthook = silent_about_events
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._silent_about_events
         self._board = SummaryWriter(str(folder), purge_step=purge)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
@@ -48,13 +49,13 @@ class TensorBoard:
 
     def close(self) -> None:
         self._board.close()
+        threading.excepthook = self._excepthook
 
-
-def silent_about_events(failed: threading.ExceptHookArgs) -> None:
-    """TensorBoard writes in a thread. What ends it is printed as one line when the next record is written."""
-    innermost = list(traceback.walk_tb(failed.exc_traceback))[-1:]
-    if not any("tensorboard" in frame.f_code.co_filename for frame, _ in innermost):
-        threading.__excepthook__(failed)
+    def _silent_about_events(self, failed: threading.ExceptHookArgs) -> None:
+        """TensorBoard writes in a thread. What ends it is printed as one line when the next record is written."""
+        innermost = list(traceback.walk_tb(failed.exc_traceback))[-1:]
+        if not any("tensorboard" in frame.f_code.co_filename for frame, _ in innermost):
+            self._excepthook(failed)
 
 
 HELP = {
