@@ -33,7 +33,8 @@ from lockstep.results.record import read_record
 
 MEANING = (
     "*Expected* is what guides and courses say. *Predicted* is the planner's, for the machine that `lockstep "
-    "calibrate` has measured, or a closed form's. *Measured* is this run. Each experiment is a command that you can type."
+    "calibrate` has measured, or a closed form's. *Measured* is this run. Each experiment is a command that you can "
+    "type."
 )
 Row = tuple[str, str, str, str]
 """What; expected, predicted, measured."""
