@@ -140,6 +140,15 @@ def test_a_delay_put_into_the_transport_comes_out_of_the_figures() -> None:
 # ---- the command --------------------------------------------------------------------------------------------
 
 
+def test_the_gradients_of_ones_own_model_are_the_first_row(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["-b", "1M", "-e", "1M", "-n", "1", "-w", "0", "--nproc", "2", "--device", "cpu"]
+    assert main(["bench", "comm", "digits_cnn", *flags]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if "digits_cnn" in line or line.startswith((" CNN,", " GPT"))]
+    assert rows[0][:4] == ["digits_cnn", "0.2", "64", "2,517"]  # 53,002 fp32 gradients; half of the batch of 128
+    assert len(rows) == 6
+
+
 def test_the_command_prints_writes_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = {name: str(tmp_path / f"comm.{name}") for name in ("csv", "json", "svg")}
     flags = ["-b", "8", "-e", "64K", "-f", "90", "-n", "4", "-w", "1", "--nproc", "2", "--against", "gloo"]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,18 @@ def test_old_checkpoints_go_and_leftovers_too(tmp_path: Path) -> None:
     checkpoints.save(strategy, {"step": 3})
     assert [f.name for f in checkpoints.all()] == ["step-00000002", "step-00000003"]
     assert (tmp_path / LATEST).read_text().strip() == "step-00000003"
+
+
+def test_a_disk_that_is_full_is_named_also_where_torch_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unfinished() -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    checkpoints = Checkpoints(World(), tmp_path)
+    assert "unexpected pos" in str(checkpoints._attempt(unfinished))  # there is room: it is something else
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
+    assert checkpoints._attempt(unfinished) == f"{tmp_path}: No space left on device"
 
 
 def test_a_full_disk_fails_the_save_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

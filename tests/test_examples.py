@@ -64,6 +64,21 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert said in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", [("TOP_K = 1.0", "TOP_K = 0.1"), ("LOCAL_STEPS = 1 ", "LOCAL_STEPS = 4 ")])
+def test_the_marked_edits_run(edit: tuple[str, str], tmp_path: Path) -> None:
+    text = (EXAMPLES / "one_file.py").read_text()
+    assert text.count(edit[0]) == 1
+    (tmp_path / "mine.py").write_text(text.replace(*edit))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mine.py", "--steps", "30"]
+    done = subprocess.run(
+        [sys.executable, *words, "--batch", "8"], cwd=tmp_path, capture_output=True, text=True, timeout=LONG
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, *_, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout))
+    assert last < first
+
+
 def test_the_page_of_experiments_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the results of a run, which takes minutes: `docs/results/cpu2/experiments`."""
     from examples import experiments

@@ -170,7 +170,7 @@ def test_a_status_that_is_none_is_no_status(tmp_path: Path, text: str) -> None:
 class Place:
     """Keeps the steps that it is asked to save."""
 
-    problem = None
+    problem: str | None = None
 
     def __init__(self, name: str, saved: list[tuple[str, int]]) -> None:
         self.name, self.saved = name, saved
@@ -178,8 +178,10 @@ class Place:
     def save(self, _: Any, run: dict[str, Any], wait: bool, best: int | None) -> None:
         self.saved.append((self.name, run["step"]))
 
+    failed = None
+
     def wait(self) -> None:
-        pass
+        """Everything is saved at once."""
 
 
 def test_memory_has_a_copy_of_what_the_disk_is_still_writing() -> None:
@@ -192,3 +194,6 @@ def test_memory_has_a_copy_of_what_the_disk_is_still_writing() -> None:
     for step in range(1, 9):
         saving.after_step(step)
     assert saved == [("memory", 2), ("memory", 4), ("disk", 4), ("memory", 6), ("memory", 8), ("disk", 8)]
+    saving.disk.problem = "step 8 was not saved"
+    saving.save(9, wait=True)  # would overwrite it
+    saving.tell.warn.assert_called_once_with("step 8 was not saved; training goes on")
