@@ -19,7 +19,6 @@ All-reduces are issued in the same order on every rank, whatever order the gradi
 by order, and a rank that skips a parameter must not swap two of them.
 """
 
-import weakref
 from typing import Literal, get_args
 
 import torch
@@ -84,11 +83,10 @@ class DataParallel(GradientWrapper):
         self.buckets = [Bucket(g, self.group, g is groups[-1], algorithm) for g in groups]
         self._reducers = [make_reducer(compression, topk_ratio, powersgd_rank) for _ in self.buckets]
         self._issued = 0  # all-reduces of this round that are in flight: always those of the first buckets
-        for number, bucket in enumerate(self.buckets):
-            for index, parameter in enumerate(bucket.parameters):
-                self._watch(parameter, number, index)
-        for parameter in self._sparse if self.group.size > 1 else []:
-            self._watch(parameter, -1, 0)
+        self._places: dict[Tensor, tuple[Bucket, int]]
+        self._places = {p: (bucket, index) for bucket in self.buckets for index, p in enumerate(bucket.parameters)}
+        for parameter in [*self._places, *self._sparse] if self.group.size > 1 else []:
+            self.watch(parameter)
 
     def _group(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
         if self.sync == "flat":
@@ -99,26 +97,14 @@ class DataParallel(GradientWrapper):
 
     # ---- backward ----------------------------------------------------------------------------------------
 
-    def _watch(self, parameter: nn.Parameter, number: int, index: int) -> None:
-        """Have autograd call us each time it has added to a parameter's gradient.
-
-        The hook refers to the wrapper weakly: a module outlives a wrapper that is thrown away, and its hooks with it.
-        """
-        weak_self = weakref.ref(self)
-
-        def gradient_ready(_: Tensor) -> None:
-            wrapper = weak_self()
-            if wrapper is None or not wrapper._synchronizing:
-                return
-            wrapper.backward_began()
-            if wrapper._overlaps and number >= 0:
-                bucket = wrapper.buckets[number]
-                if not bucket.placed[index]:  # else it is late: see `_finish_all_reduces`
-                    bucket.place(index)
-                    if bucket.missing == 0:
-                        wrapper._issue_ready_buckets()
-
-        parameter.register_post_accumulate_grad_hook(gradient_ready)
+    def gradient_ready(self, parameter: Tensor) -> None:
+        if not self._overlaps or parameter not in self._places or parameter.grad is None:
+            return
+        bucket, index = self._places[parameter]
+        if not bucket.placed[index]:  # else it is late: see `_finish_all_reduces`
+            bucket.place(index)
+            if bucket.missing == 0:
+                self._issue_ready_buckets()
 
     def _issue_ready_buckets(self) -> None:
         """In order, as far as they are ready; the last one is issued when backward is over."""

@@ -14,7 +14,6 @@ what comes; from then on both sides know.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -241,18 +240,3 @@ def read_header(numbers: list[int]) -> Kinds:
         dtype, so, dimensions, *sizes = numbers[1 + i * (3 + MOST_DIMENSIONS) :][: 3 + MOST_DIMENSIONS]
         found.append(Kind(tuple(sizes[:dimensions]), DTYPES[dtype], bool(so)))
     return tuple(found)
-
-
-def sum_among(tensor: Tensor, ranks: list[int], group: Group) -> Tensor:
-    """A tensor that some ranks of the group have, summed. Of each two the lower one sends first: on GPUs their messages
-    pass one after the other.
-    """
-    mine = tensor.clone(memory_format=torch.contiguous_format)
-    found = {group.rank: mine}
-    for other in ranks:
-        if other != group.rank:
-            found[other] = torch.empty_like(mine)
-            actions = [partial(send_async, mine), partial(recv_async, found[other])]
-            for act in actions if group.rank < other else actions[::-1]:
-                act(other, group, purpose="gradients").wait()
-    return torch.stack([found[rank] for rank in ranks]).sum(0)  # in one order on all of them

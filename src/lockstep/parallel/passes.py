@@ -103,6 +103,11 @@ class Passes:
                     self._pass(kind, part, i, instruction.chunk)
                 self.spans.append((instruction, start, mark(self.post.device)))
 
+    def deferred(self, instruction: Instruction) -> set[Tensor]:
+        """Parameters whose gradients a weight pass is about to compute."""
+        held = self._held[self.placement.part(self.rank, instruction.chunk), instruction.micro_batch]
+        return set() if held.weights is None else {product.parameter for product in held.weights.left}
+
     def _pass(self, kind: str, part: int, i: int, chunk: int) -> None:
         if kind == "forward":
             self._forward(part, i, chunk)

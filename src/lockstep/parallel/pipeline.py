@@ -23,10 +23,11 @@ from lockstep.data.batch import Batch
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.autocast import autocast_dtype
 from lockstep.parallel.guards import mark_spread
-from lockstep.parallel.messages import Post, sum_among
+from lockstep.parallel.messages import Post
 from lockstep.parallel.passes import Passes
 from lockstep.parallel.schedule import Instruction, pipeline_schedule, placement_of
 from lockstep.parallel.stage import cut_stage
+from lockstep.parallel.tied import TiedGradients
 from lockstep.parallel.wrapper import broadcast_module, check_same_model
 
 Loss = Callable[..., Tensor]
@@ -66,7 +67,8 @@ class Pipeline:
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
         self.stage = cut_stage(module, self.placement, self.group, cuts)
-        self._shared = self.stage.shared
+        self._tied = TiedGradients(self.stage, self.group)
+        self._last_pass = next((i for i in reversed(self.instructions) if i.reduces), None)
         if self.group.size > 1:
             mark_spread(self.stage.parameters(), "Pipeline")
         self.device = next((p.device for p in self.stage.parameters()), torch.device("cpu"))
@@ -102,33 +104,27 @@ class Pipeline:
             total.add_(loss.detach())
             return loss
 
-        before = {name: p.grad for name, p in self._shared_here()}
-        for _, parameter in self._shared_here():
+        before = {parameter: parameter.grad for _, parameter in self._tied.parameters()}
+        for parameter in before:  # the sum over the stages is of this step's gradients
             parameter.grad = None
         shapes = (*(tuple(m.inputs.shape) for m in micro_batches), inputs.dtype, autocast_dtype(self.device))
         self._passes.begin(shapes, lambda i: micro_batches[i].inputs, loss_of)
         for instruction in self.instructions:
+            if instruction is self._last_pass:
+                self._tied.receive()
             self._passes.carry_out(instruction)
         self._passes.end()
-        self._sum_shared(before)
+        self._tied.send()
+        self._tied.add()
+        for parameter, earlier in before.items():
+            if earlier is not None:
+                assert parameter.grad is not None
+                parameter.grad += earlier
         return broadcast(total, src=self._last, group=self.group, purpose="loss")
 
     def spans(self) -> list[tuple[Instruction, float, float]]:
         """When each pass of the last step began and ended: seconds of the host's clock; on a GPU, since the first."""
         return self._passes.seconds()
-
-    # ---- a weight that two ranks have --------------------------------------------------------------------------
-
-    def _shared_here(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.stage.named_parameters() if name in self._shared and p.requires_grad]
-
-    def _sum_shared(self, before: dict[str, Tensor | None]) -> None:
-        """Tied embeddings: each of the ranks that have one adds what the others have found out in this step."""
-        for name, mine in self._shared_here():
-            found = torch.zeros_like(mine) if mine.grad is None else mine.grad
-            mine.grad = sum_among(found, self._shared[name], self.group)
-            if (earlier := before[name]) is not None:
-                mine.grad += earlier
 
     # ---- the whole, for looking at -----------------------------------------------------------------------------
 

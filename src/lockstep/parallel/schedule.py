@@ -18,8 +18,8 @@ inputs is 1, and that of the weights 1), a step of m micro-batches takes 3m, and
                                                                   back, so that the first rank also has the last part
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lockstep.errors import UserError
@@ -33,6 +33,7 @@ Kind = Literal[
     "receive_activation",
     "send_gradient",
     "receive_gradient",
+    "native_passes",
     "reduce",
     "step",
 ]
@@ -42,26 +43,31 @@ PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One thing to do. `reduce` and `step` are about the whole step, the others about one micro-batch."""
+    """One thing to do. `reduce`, `step` and `native_passes` (all of them, by PyTorch) are about the whole step, the
+    others about one micro-batch.
+    """
 
     kind: Kind
     micro_batch: int = 0
     chunk: int = 0
     """Which of the rank's parts of the model, where it has several."""
+    reduces: bool = False
+    """The last pass that adds to the gradients of its chunk: each bucket is reduced as soon as it is complete."""
 
     def __str__(self) -> str:
         about = "" if self.kind in ("reduce", "step") else f" {self.micro_batch}"
-        return f"{self.kind}{about}" + (f" of chunk {self.chunk}" if self.chunk else "")
+        chunk = f" of chunk {self.chunk}" if self.chunk else ""
+        return f"{self.kind}{about}{chunk}" + (" and reduce" if self.reduces else "")
 
 
 Order = Iterator[Instruction]
 
 
 def one_stage(micro_batches: int) -> Order:
-    """Each micro-batch forward and backward; then the gradients meet, and the optimizer steps."""
+    """Each micro-batch forward and backward; what the last backward has not reduced is reduced; the optimizer steps."""
     for micro_batch in range(micro_batches):
         yield Instruction("forward", micro_batch)
-        yield Instruction("backward", micro_batch)
+        yield Instruction("backward", micro_batch, reduces=micro_batch == micro_batches - 1)
     yield Instruction("reduce")
     yield Instruction("step")
 
@@ -226,19 +232,19 @@ def pipeline_schedule(name: str, stages: int, micro_batches: int, chunks: int = 
     """
     check_schedule(name, stages, micro_batches, chunks)
     placement = placement_of(name, stages, chunks)
-    return [
-        [*with_messages(ORDERS[name](rank, stages, micro_batches, placement.chunks), rank, placement)]
-        for rank in range(stages)
-    ]
+    lists = []
+    for rank in range(stages):
+        passes = with_reductions([*ORDERS[name](rank, stages, micro_batches, placement.chunks)])
+        lists.append([*with_messages(passes, rank, placement), Instruction("reduce"), Instruction("step")])
+    return lists
 
 
 def forward_only(placement: Placement) -> list[list[Instruction]]:
-    """One batch through all parts, to look at what comes out."""
+    """One batch through all parts, for evaluation."""
     orders: list[list[Instruction]] = [[] for _ in range(placement.stages)]
     for part in range(placement.parts):
         rank, chunk = placement.place(part)
-        passes = with_messages(iter([Instruction("forward", 0, chunk)]), rank, placement)
-        orders[rank] += [i for i in passes if i.kind not in ("reduce", "step")]
+        orders[rank] += with_messages([Instruction("forward", 0, chunk)], rank, placement)
     return orders
 
 
@@ -264,7 +270,13 @@ def check_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
         raise UserError(f"zb-v has two parts of the model per rank, and chunks is {chunks}; use 2, or interleaved")
 
 
-def with_messages(order: Order, rank: int, placement: Placement) -> Order:
+def with_reductions(passes: list[Instruction]) -> list[Instruction]:
+    """The same, where the last pass that adds to the gradients of a chunk also reduces them."""
+    last = {i.chunk: n for n, i in enumerate(passes) if i.kind in ("backward", "backward_weight")}
+    return [replace(i, reduces=last.get(i.chunk) == n) for n, i in enumerate(passes)]
+
+
+def with_messages(order: Iterable[Instruction], rank: int, placement: Placement) -> Order:
     """The passes, with what is sent and received between them. Neighbouring parts on one rank need no message."""
     for instruction in order:
         i, chunk = instruction.micro_batch, instruction.chunk
@@ -285,5 +297,3 @@ def with_messages(order: Order, rank: int, placement: Placement) -> Order:
                 yield Instruction("send_gradient", i, chunk)
         else:
             yield instruction
-    yield Instruction("reduce")
-    yield Instruction("step")

@@ -15,7 +15,6 @@ That is an all-reduce cut in two, with the optimizer in between: the same bytes 
               While a bucket is in flight, the next one is laid into the other buffer
 """
 
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -129,9 +128,10 @@ class ShardedDataParallel(GradientWrapper):
             parameters.refresh()
         self.buckets = self._make_buckets(optimizer.buckets)
         self._issued = 0  # reduce-scatters of this round that are in flight: always those of the first buckets
-        for number, bucket in enumerate(self.buckets):
-            for index, parameter in enumerate(bucket.bucket.parameters):
-                self._watch(parameter, number, index)
+        self._places: dict[Tensor, tuple[int, int]]
+        self._places = {p: (n, i) for n, b in enumerate(self.buckets) for i, p in enumerate(b.bucket.parameters)}
+        for parameter in self._places:
+            self.watch(parameter)
         optimizer.overlap_gather = overlap_gather
         if overlap_gather:
             self._wait_before_use()
@@ -187,23 +187,14 @@ class ShardedDataParallel(GradientWrapper):
 
     # ---- backward --------------------------------------------------------------------------------------------
 
-    def _watch(self, parameter: nn.Parameter, number: int, index: int) -> None:
-        """Have autograd tell us of each gradient; weakly, as the module may outlive the wrapper."""
-        weak_self = weakref.ref(self)
-
-        def gradient_ready(_: Tensor) -> None:
-            wrapper = weak_self()
-            if wrapper is None or not wrapper._synchronizing:
-                return
-            wrapper.backward_began()
-            if wrapper._issued > number:
-                return  # a late one, whose bucket is in flight: it waits for the next round
-            missing = wrapper.buckets[number].missing
-            missing.discard(index)
-            if not missing:
-                wrapper._issue_ready_buckets()
-
-        parameter.register_post_accumulate_grad_hook(gradient_ready)
+    def gradient_ready(self, parameter: Tensor) -> None:
+        number, index = self._places[parameter]
+        if self._issued > number:
+            return  # a late one, whose bucket is in flight: it waits for the next round
+        missing = self.buckets[number].missing
+        missing.discard(index)
+        if not missing:
+            self._issue_ready_buckets()
 
     @torch.no_grad()
     def _issue_ready_buckets(self) -> None:

@@ -97,12 +97,17 @@ class Stage(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """A tied parameter under its first name, also where the module of that name is on another rank."""
-        seen = set()
+        """A tied parameter under its first name, also where the module of that name is on another rank.
+
+        Those that other ranks have too come first: their gradients are complete last, and buckets are filled from the
+        end.
+        """
+        seen, found = set(), []
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             known = self.first_names.get(name, name) if parameter not in seen else name
             seen.add(parameter)
-            yield known, parameter
+            found.append((known, parameter))
+        yield from sorted(found, key=lambda named: named[0].removeprefix(f"{prefix}.") not in self.shared)
 
     def train(self, mode: bool = True) -> "Stage":
         whole: Any = self.whole

@@ -9,6 +9,7 @@ recomputation knows nothing of passes.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.parallel.autocast import as_autocast, no_autocast
 
-Product = Callable[[], tuple[Tensor, Tensor]]
-"""(a weight, its gradient)."""
+
+@dataclass(frozen=True)
+class Product:
+    """A weight's gradient that has not been computed yet."""
+
+    parameter: Tensor
+    weight: Tensor
+    """What forward has multiplied with: the parameter, or the parameter as autocast has cast it."""
+    compute: Callable[[], Tensor]
 
 
 class WeightPass(TorchFunctionMode):
@@ -41,14 +49,21 @@ class WeightPass(TorchFunctionMode):
         given, cast, added = as_autocast(x, weight, bias)
         assert cast is not None
         with no_autocast(x.device):
-            return _Linear.apply(given, cast.detach(), added, leaving_to(self, cast))
+            return _Linear.apply(given, cast.detach(), added, self.deferring(weight, cast))
+
+    def deferring(self, parameter: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], None]:
+        """Defers a product of (rows of gradients, rows of inputs), which is the gradient of `weight`."""
+
+        def defer(gradient: Tensor, x: Tensor) -> None:
+            self.left.append(Product(parameter, weight, lambda: gradient.t() @ x))
+
+        return defer
 
     def run(self) -> None:
         """The products that backward has left, in its order. Gradients arrive as backward's do, hooks and all."""
         left, self.left = self.left, []
         for product in left:
-            weight, gradient = product()
-            torch.autograd.backward([weight], [gradient])
+            torch.autograd.backward([product.weight], [product.compute()])
 
 
 def linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -62,23 +77,14 @@ def is_recomputed() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def leaving_to(later: WeightPass, weight: Tensor) -> Callable[[Tensor, Tensor], None]:
-    """Leave a product of (rows of gradients, rows of inputs) to be the gradient of `weight`."""
-
-    def leave(gradient: Tensor, x: Tensor) -> None:
-        later.left.append(lambda: (weight, gradient.t() @ x))
-
-    return leave
-
-
 class _Linear(torch.autograd.Function):
     """The weight comes detached: to autograd, what has no gradient yet would count as one."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, leave: Callable[[Tensor, Tensor], None]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: Callable[[Tensor, Tensor], None]
     ) -> Tensor:
-        ctx.leave = leave
+        ctx.defer = defer
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -87,5 +93,5 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        ctx.leave(rows, x.reshape(-1, x.shape[-1]))
+        ctx.defer(rows, x.reshape(-1, x.shape[-1]))
         return gradient @ weight, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None

@@ -9,8 +9,9 @@ A rank on which neither an output nor a parameter took part in the loss sees no 
 `finish_gradient_synchronization()`, as the others would wait for it. With DDP they would hang.
 """
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +42,8 @@ class GradientWrapper(nn.Module, ABC):
         """Since the last round was closed."""
         self._buffers_may_differ = True
         """The last forward pass that trained was one whose gradients are averaged."""
+        self._last_of: Collection[Tensor] | None = None
+        """Inside `last_backward`: the parameters to whose gradients this pass adds for the last time."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.before_forward()
@@ -94,6 +97,27 @@ class GradientWrapper(nn.Module, ABC):
     def close_round(self) -> None:
         """Send what has not been sent, wait for everything, and hand the means over. Every rank does so alike."""
 
+    def watch(self, parameter: Tensor) -> None:
+        """Have autograd call `gradient_ready` each time it has added to a parameter's gradient.
+
+        The hook refers to the wrapper weakly: a module outlives a wrapper that is thrown away, and its hooks with it.
+        """
+        weak_self = weakref.ref(self)
+
+        def accumulated(parameter: Tensor) -> None:
+            wrapper = weak_self()
+            if wrapper is None or not wrapper._synchronizing:
+                return
+            if wrapper._last_of is not None and parameter not in wrapper._last_of:
+                return  # another part of the model, whose last backward is still to come, adds to it
+            wrapper.backward_began()
+            wrapper.gradient_ready(parameter)
+
+        parameter.register_post_accumulate_grad_hook(accumulated)
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """A parameter's gradient is this rank's, of all of its samples; a bucket of which all are is reduced."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward adds to each rank's own whole gradients; the next backward outside averages the sum."""
@@ -102,6 +126,24 @@ class GradientWrapper(nn.Module, ABC):
             yield
         finally:
             self._synchronizing = before
+
+    @contextmanager
+    def last_backward(self, complete: Collection[Tensor], pending: Collection[Tensor]) -> Iterator[None]:
+        """Around the last of several backward passes, the others of which were under `no_sync`: for pipelines, where a
+        pass is about some of the parameters. With `manual` only: `finish_gradient_synchronization()` ends the step.
+
+        `complete`: parameters to whose gradients no later pass adds. `pending`: those of them to which this one does.
+        """
+        assert self.manual, "the end of this pass is not the end of the step's backward"
+        self._last_of = pending
+        for parameter in complete:
+            if parameter not in pending:
+                self.backward_began()
+                self.gradient_ready(parameter)
+        try:
+            yield
+        finally:
+            self._last_of = None
 
 
 def when_backward_is_over(callback: Callable[[], None]) -> None:

@@ -1,11 +1,12 @@
 """Our own data parallelism, in its four modes: naive, flat, overlap, bucketed."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import ceil, prod
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
@@ -121,12 +122,18 @@ class HandWritten(Engine):
             topk_ratio=parallel.topk_ratio,
             powersgd_rank=parallel.powersgd_rank,
             algorithm=parallel.algorithm,
+            manual=self.layout.degrees.pp > 1,
         )
         self.host_decides = parallel.compression != "none"  # it forgets what it kept of a skipped step
         self.optimizer = self.options.make_optimizer(self.trainable())
 
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.module.no_sync()
+
+    def reduce_in_backward(
+        self, complete: Collection[Tensor], pending: Collection[Tensor]
+    ) -> AbstractContextManager[None]:
+        return self.module.last_backward(complete, pending)
 
     def zero_gradients(self) -> None:
         self.module.zero_grad()

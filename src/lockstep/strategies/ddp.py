@@ -1,8 +1,9 @@
 """PyTorch's own DistributedDataParallel, observed."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.observe import ObservedGroup
@@ -18,6 +19,10 @@ DEFAULT_BUCKET_MB = 25.0
 
 class DDP(Engine):
     """PyTorch's DistributedDataParallel."""
+
+    sums_tied_last = True
+    reduces_by_chunk = False
+    _reduced_in_backward = False
 
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
@@ -50,10 +55,22 @@ class DDP(Engine):
         no_sync: AbstractContextManager[None] = self.module.no_sync()
         return no_sync
 
-    def meet_all(self) -> None:
+    def reduce_in_backward(
+        self, complete: Collection[Tensor], pending: Collection[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Where one pass adds to all gradients, DDP reduces in it. Its forward, which would have prepared for that, was
+        under `no_sync`; the reducer has no public name (torch's own pipeline stages call it too).
+        """
+        if isinstance(self.module, DistributedDataParallel) and set(self.trainable()) <= set(pending):
+            self.module.reducer.prepare_for_backward([])
+            self._reduced_in_backward = True
+        return self.accumulate()
+
+    def reduce_rest(self) -> None:
         """DDP reduces in a backward that every parameter has a part in: here is one, that adds nothing."""
-        if isinstance(self.module, DistributedDataParallel):
+        if isinstance(self.module, DistributedDataParallel) and not self._reduced_in_backward:
             self.module(SYNCHRONIZE).backward()
+        self._reduced_in_backward = False
         self.finish_gradients()
 
     def finish_gradients(self) -> None:

@@ -7,7 +7,7 @@ a new one is one file and one row of `STRATEGIES`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -120,6 +120,12 @@ class Engine(ABC):
     """It has something of its own to do at a skipped step, so the host must know of it at once."""
     keeps_whole_gradients: ClassVar[bool] = True
     """It can, between micro-batches, in `p.grad`; else they are cut up in backward."""
+    reduces_by_chunk: ClassVar[bool] = True
+    """In a pipeline it reduces the gradients that a pass has completed; else only where one pass completes them all."""
+    sums_tied_last: ClassVar[bool] = False
+    """In a pipeline, gradients of tied weights are summed over the stages after they are reduced over the data axes;
+    else before.
+    """
     scales_loss = False
     """fp16's loss scale is its own, and so are the steps that it skips to find it."""
     around_attention: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -155,11 +161,19 @@ class Engine(ABC):
         """When this returns, gradients are the global batch's."""
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Around a pass of a pipeline: gradients are kept until `meet_all`."""
+        """Around a pass of a pipeline: gradients are kept until a later one."""
         return self.synchronize(last=False)
 
-    def meet_all(self) -> None:
-        """At the end of a pipeline's step: the gradients of all micro-batches meet."""
+    def reduce_in_backward(
+        self, complete: Collection[Tensor], pending: Collection[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Around the last pass of a pipeline's step that adds to the gradients of `complete`: an engine that overlaps
+        reduces them as soon as they are there. `pending`: those of them to which this pass adds.
+        """
+        return self.accumulate()
+
+    def reduce_rest(self) -> None:
+        """When a pipeline's passes are over: reduce what `reduce_in_backward` has not, and wait for all of it."""
         self.finish_gradients()
 
     def after_step(self) -> None:

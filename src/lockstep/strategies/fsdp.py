@@ -46,6 +46,7 @@ class FSDP(Engine):
     offloads = ("cpu",)
     fills_parts = True
     keeps_whole_gradients = False
+    sums_tied_last = True
 
     @classmethod
     def variant(cls, parallel: Parallel, option: str) -> Parallel | None:

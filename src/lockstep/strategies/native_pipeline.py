@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from lockstep.config import Parallel
 from lockstep.data import Batch
 from lockstep.errors import UserError
+from lockstep.parallel.schedule import Instruction
 from lockstep.parallel.stage import Stage
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.pipeline import PipelineWorker
-from lockstep.strategies.worker import Step
+from lockstep.strategies.worker import Step, Worker
 
 SCHEDULES = {  # ours -> torch's
     "gpipe": "ScheduleGPipe",
@@ -57,11 +58,22 @@ class NativePipelineWorker(PipelineWorker):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         engine.traffic_is_seen = False
+        self.instructions = [Instruction("native_passes"), Instruction("reduce"), Instruction("step")]
         self._schedules: dict[tuple[int, ...], Any] = {}
         """By the shape of a micro-batch: a schedule of torch's keeps buffers for one."""
         self._loss: Callable[[Tensor, int], Tensor]
 
-    def _carry_out_passes(self, step: Step) -> None:
+    def _begin(self, batch: Batch, reduces: bool = True) -> Step:
+        return Worker._begin(self, batch, reduces)
+
+    def _carry_out(self, instruction: Instruction, step: Step) -> None:
+        if instruction.kind == "native_passes":
+            self._run_native(step)
+        else:
+            super()._carry_out(instruction, step)
+
+    def _run_native(self, step: Step) -> None:
+        """Torch's schedule, from the first pass to the last."""
         batches, sums = step.micro_batches, step.totals.sums
         rows = max(len(batch) for batch in batches)
         found: dict[int, Tensor] = {}

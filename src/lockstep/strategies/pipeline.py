@@ -1,8 +1,9 @@
 """Pipeline parallelism as an axis of a strategy: the worker that executes a schedule with a data engine.
 
 Every rank of a pipeline reads the same samples, and runs its own layers on them, micro-batch by micro-batch. Gradients
-are kept where they are until the last pass: then a weight that two stages have (a tied embedding) gets the sum of both,
-and the engine lets gradients meet over the data axes.
+accumulate until the last pass of a chunk, and are reduced over the data axes while that pass still computes. A weight
+that two stages have (a tied embedding) gets the sum of both: before that, or after it where the engine reduces all of
+its gradients in the last pass (`sums_tied_last`).
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -13,17 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_reduce_async
-from lockstep.comm.ledger import recording
 from lockstep.config import Parallel
 from lockstep.data import Batch
 from lockstep.layout import Layout
-from lockstep.layout.region import local
-from lockstep.parallel.messages import Post, sum_among
+from lockstep.parallel.messages import Post
 from lockstep.parallel.passes import Passes
 from lockstep.parallel.schedule import Instruction, Placement, forward_only, pipeline_schedule, placement_of
-from lockstep.parallel.stage import Stage, broadcast_whole, cut_stage
+from lockstep.parallel.stage import Stage, broadcast_whole, cut_stage, parameters_of
+from lockstep.parallel.tied import TiedGradients
 from lockstep.strategies.engine import Engine
-from lockstep.strategies.step import StepResult
 from lockstep.strategies.worker import Step, Worker
 
 
@@ -63,10 +62,12 @@ class PipelineWorker(Worker):
         post = Post(lists, self.placement, self.group, self.device)
         self.passes = Passes(engine.module, post, self.placement, self.group.rank)
         self.passes.splits_backward = parallel.schedule.startswith("zb-")
-        looking = forward_only(self.placement)
-        post_of_looks = Post(looking, self.placement, self.group, self.device, post.towards)
-        self._looking = looking[self.group.rank]
-        self._look = Passes(engine.module, post_of_looks, self.placement, self.group.rank)
+        self.tied = TiedGradients(self.stage, self.group)
+        self._reducing = [instruction for instruction in self.instructions if instruction.reduces]
+        evaluation = forward_only(self.placement)
+        post_of_evaluation = Post(evaluation, self.placement, self.group, self.device, post.towards)
+        self._evaluation = evaluation[self.group.rank]
+        self._forwards = Passes(engine.module, post_of_evaluation, self.placement, self.group.rank)
 
     @property
     def has_loss(self) -> bool:
@@ -76,25 +77,6 @@ class PipelineWorker(Worker):
     @property
     def tells_counts(self) -> bool:
         return super().tells_counts and self.has_loss
-
-    def step(self, batch: Batch) -> StepResult:
-        self.phases.spans = []
-        self.ledger.open()
-        with recording(self.ledger):
-            step = self._begin(batch, self.engine.synchronize)
-            self._carry_out_passes(step)
-            for instruction in self.instructions[-2:]:
-                match instruction.kind:
-                    case "reduce":
-                        totals = step.totals
-                        totals.own_loss = totals.sums[0].clone()
-                        totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
-                        with self.phases("backward"):
-                            self._meet()
-                    case "step":
-                        self._update(step)
-        assert step.norm is not None, "a schedule ends with a step"
-        return StepResult(step.totals, step.norm, step.applied)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.micro_batches(self.micro_batches)
@@ -109,49 +91,66 @@ class PipelineWorker(Worker):
         step.counting.wait()
         return self._weighted(loss_sum, batch, step.totals.counts[0])
 
-    def _carry_out_passes(self, step: Step) -> None:
-        """Forwards and backwards of all micro-batches, and the messages between them."""
+    def _begin(self, batch: Batch, reduces: bool = True) -> Step:
+        step = super()._begin(batch, reduces)
         batches = step.micro_batches
-
-        def around(instruction: Instruction) -> AbstractContextManager[Any]:
-            stack = ExitStack()
-            stack.enter_context(self.engine.accumulate())
-            stack.enter_context(self.phases("forward" if instruction.kind == "forward" else "backward"))
-            if instruction.kind == "forward":
-                stack.enter_context(self.precision())
-                if batches[instruction.micro_batch].filler:  # it leaves running statistics alone
-                    self.stage.eval()
-                    stack.callback(self.stage.train)
-            return stack
-
         shapes = tuple(tuple(b.inputs.shape) for b in batches)
         loss = partial(self._loss_of, step=step)
-        self.passes.begin(shapes, lambda i: batches[i].inputs, loss, around)
-        for instruction in self.instructions[:-2]:  # then come reduce and step
-            self.passes.carry_out(instruction)
-        self.passes.end()
+        self.passes.begin(shapes, lambda i: batches[i].inputs, loss, partial(self._around_pass, step=step))
+        return step
 
-    def _meet(self) -> None:
-        """Gradients of tied weights over the stages, then all over the data axes. An engine that has cut gradients up
-        in backward (fsdp) has cut those of both stages alike.
-        """
-        if self.engine.keeps_whole_gradients:
-            self._sum_shared()
-            self.engine.meet_all()
+    def _carry_out(self, instruction: Instruction, step: Step) -> None:
+        """Passes and messages here, reduce and step as without a pipeline."""
+        if instruction.kind in ("reduce", "step"):
+            super()._carry_out(instruction, step)
         else:
-            self.engine.meet_all()
-            self._sum_shared()
+            self.passes.carry_out(instruction)
 
-    def _sum_shared(self) -> None:
-        named = dict(self.stage.named_parameters())
-        for name, ranks in self.stage.shared.items():
-            parameter = named.get(name)
-            if parameter is None or not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            mine = local(parameter.grad)
-            mine.copy_(sum_among(mine, ranks, self.group))
+    def _around_pass(self, instruction: Instruction, step: Step) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        if instruction.reduces and step.reduces:
+            if instruction is self._reducing[-1] and not self.engine.sums_tied_last:
+                self.tied.receive()
+            complete = self._completed_by(instruction)
+            pending = complete if instruction.kind == "backward" else complete & self.passes.deferred(instruction)
+            stack.enter_context(self.engine.reduce_in_backward(complete, pending))
+        else:
+            stack.enter_context(self.engine.accumulate())
+        stack.enter_context(self.phases("forward" if instruction.kind == "forward" else "backward"))
+        if instruction.kind == "forward":
+            stack.enter_context(self.precision())
+            if step.micro_batches[instruction.micro_batch].filler:  # it leaves running statistics alone
+                self.stage.eval()
+                stack.callback(self.stage.train)
+        return stack
+
+    def _completed_by(self, instruction: Instruction) -> set[Tensor]:
+        """Parameters to whose gradients no later pass adds. Tied ones wait for the other stages', unless those are
+        added last.
+        """
+        later = [i.chunk for i in self._reducing[self._reducing.index(instruction) + 1 :]]
+        found = set(parameters_of(self.stage, self.stage.layers[instruction.chunk]))
+        for chunk in later:
+            found -= set(parameters_of(self.stage, self.stage.layers[chunk]))
+        if not self.engine.sums_tied_last:
+            found -= {parameter for _, parameter in self.tied.parameters()}
+        return {parameter for parameter in found if parameter.requires_grad}
+
+    def _end_passes(self, step: Step) -> None:
+        self.passes.end()
+        totals = step.totals
+        totals.own_loss = totals.sums[0].clone()
+        if step.reduces:
+            totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
+
+    def _reduce(self) -> None:
+        if self.engine.sums_tied_last:
+            self.engine.reduce_rest()
+        self.tied.receive()
+        self.tied.send()
+        self.tied.add()
+        if not self.engine.sums_tied_last:
+            self.engine.reduce_rest()
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         """All stages, one after the other."""
@@ -161,15 +160,8 @@ class PipelineWorker(Worker):
             found.append(outputs)
             return outputs
 
-        self._look.begin(tuple(inputs.shape), lambda _: inputs, keep)
-        for instruction in self._looking:
-            self._look.carry_out(instruction)
-        self._look.forget()
+        self._forwards.begin(tuple(inputs.shape), lambda _: inputs, keep)
+        for instruction in self._evaluation:
+            self._forwards.carry_out(instruction)
+        self._forwards.forget()
         return found[0] if found else None
-
-    def only_gradients(self, batch: Batch) -> Any:
-        """As `step`, without reducing or stepping."""
-        step = self._begin(batch, lambda _: self.engine.keep_own_gradients())
-        self._carry_out_passes(step)
-        step.totals.own_loss = step.totals.sums[0].clone()
-        return step.totals

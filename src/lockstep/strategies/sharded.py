@@ -1,5 +1,6 @@
 """ZeRO stages 1 and 2 by hand: a sharded optimizer, and a wrapper that averages gradients to their owners."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -62,13 +63,19 @@ class ShardedState(Engine):
         )
         # A model that is compiled as one has no place inside it where a block could wait.
         overlap = self.options.compile != "model"
-        self.module = ShardedDataParallel(stage, self.optimizer, self.stage, overlap_gather=overlap)
+        manual = self.layout.degrees.pp > 1
+        self.module = ShardedDataParallel(stage, self.optimizer, self.stage, manual, overlap_gather=overlap)
 
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or self.stage == 2 else self.module.no_sync()
 
     def accumulate(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
+
+    def reduce_in_backward(
+        self, complete: Collection[Tensor], pending: Collection[Tensor]
+    ) -> AbstractContextManager[None]:
+        return self.module.last_backward(complete, pending)
 
     def keep_own_gradients(self) -> AbstractContextManager[None]:
         return self.module.no_sync()

@@ -11,7 +11,6 @@ backward), the loss (16 bytes, in flight during the last backward, waited for by
 squares (8 bytes) where ranks hold parts.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,8 +39,8 @@ class Step:
     micro_batches: list[Batch]
     totals: Totals
     counting: Pending
-    around: Callable[[bool], AbstractContextManager[None]]
-    """Around forward and backward of a micro-batch, which is told whether it is the last one."""
+    reduces: bool = True
+    """Else each rank keeps its own gradients."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """Of micro-batches whose backward has not run."""
     norm: Tensor | None = None
@@ -67,6 +66,7 @@ class Worker:
         self.save_requested = False
         """Likewise for a checkpoint, once."""
         self._fused: bool | None = None  # whether all ranks' optimizers are; asked at the first step
+        self.instructions = [*one_stage(self.options.accumulation)]
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -78,18 +78,19 @@ class Worker:
         self.phases.spans = []
         self.ledger.open()
         with recording(self.ledger):
-            step = self._begin(batch, self.engine.synchronize)
-            for instruction in one_stage(self.options.accumulation):
+            step = self._begin(batch)
+            for instruction in self.instructions:
                 self._carry_out(instruction, step)
         assert step.norm is not None, "a schedule ends with a step"
         return StepResult(step.totals, step.norm, step.applied)
 
     def only_gradients(self, batch: Batch) -> Totals:
         """Forward and backward without averaging, to look at this rank's own gradients."""
-        step = self._begin(batch, lambda _: self.engine.keep_own_gradients())
-        for instruction in one_stage(self.options.accumulation):
-            if instruction.kind in ("forward", "backward"):
+        step = self._begin(batch, reduces=False)
+        for instruction in self.instructions:
+            if instruction.kind not in ("reduce", "step"):
                 self._carry_out(instruction, step)
+        self._end_passes(step)
         return step.totals
 
     @property
@@ -104,7 +105,7 @@ class Worker:
             return batch
         return Batch(shard_sequence(batch.inputs, 1, group), shard_sequence(batch.targets, 1, group), batch.filler)
 
-    def _begin(self, batch: Batch, around: Callable[[bool], AbstractContextManager[None]]) -> Step:
+    def _begin(self, batch: Batch, reduces: bool = True) -> Step:
         batch = self.own_positions(batch.to(self.device, self.options.dtype))
         self.engine.zero_gradients()
         counts = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -118,7 +119,7 @@ class Worker:
         counting = all_reduce_async(counts, group=self.layout.norm, purpose="count")
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         totals = Totals(sums, counts, Pending(None), torch.zeros_like(sums[0]))
-        return Step(self._micro_batches(batch), totals, counting, around)
+        return Step(self._micro_batches(batch), totals, counting, reduces)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.micro_batches(self.options.accumulation)
@@ -130,10 +131,22 @@ class Worker:
             case "backward":
                 self._backward(instruction.micro_batch, step)
             case "reduce":
+                self._end_passes(step)
                 with self.phases("backward"):
-                    self.engine.finish_gradients()
+                    self._reduce()
             case "step":
                 self._update(step)
+
+    def _end_passes(self, step: Step) -> None:
+        """All forwards and backwards have run."""
+
+    def _reduce(self) -> None:
+        """When this returns, gradients are the global batch's."""
+        self.engine.finish_gradients()
+
+    def _around(self, index: int, step: Step) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch: the last one reduces the gradients of all."""
+        return self.engine.synchronize(step.is_last(index)) if step.reduces else self.engine.keep_own_gradients()
 
     # ---- forward and backward ----------------------------------------------------------------------------------
 
@@ -141,8 +154,7 @@ class Worker:
         micro_batch = step.micro_batches[index]
         if micro_batch.filler:
             self.engine.model.eval()  # a filler leaves running statistics alone
-        around = step.around(step.is_last(index))
-        with around, self.engine.around_attention(), self.phases("forward"), self.precision():
+        with self._around(index, step), self.engine.around_attention(), self.phases("forward"), self.precision():
             outputs = self.forward(micro_batch.inputs)
             step.losses[index], correct = self.measure(outputs, micro_batch.targets)
         if not micro_batch.filler:
@@ -155,7 +167,7 @@ class Worker:
             totals.own_loss = totals.sums[0].clone()
             # In flight during backward.
             totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
-        with step.around(step.is_last(index)), self.engine.around_attention(), self.phases("backward"):
+        with self._around(index, step), self.engine.around_attention(), self.phases("backward"):
             self.backward(self._weighted(step.losses.pop(index), micro_batch, totals.counts[0]))
         if micro_batch.filler:
             self.engine.model.train()

@@ -3,11 +3,12 @@
 It gives whole parameters to ranks, and each broadcasts what it has updated.
 """
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.comm.ledger import Mark, active_ledger, mark
 from lockstep.config import Parallel
@@ -21,6 +22,8 @@ class Zero1Torch(Engine):
     """DDP does the gradients; here is the optimizer."""
 
     sends_after_step = True
+    sums_tied_last = True
+    reduces_by_chunk = False
 
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
@@ -59,8 +62,13 @@ class Zero1Torch(Engine):
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return self._ddp.synchronize(last)
 
-    def meet_all(self) -> None:
-        self._ddp.meet_all()
+    def reduce_in_backward(
+        self, complete: Collection[Tensor], pending: Collection[Tensor]
+    ) -> AbstractContextManager[None]:
+        return self._ddp.reduce_in_backward(complete, pending)
+
+    def reduce_rest(self) -> None:
+        self._ddp.reduce_rest()
 
     def finish_gradients(self) -> None:
         self._ddp.finish_gradients()

@@ -10,8 +10,13 @@ rank. A forward takes 1, a backward 2 (half of it for the weights).
     interleaved    3(p-1)/v          (2(p - r - 1) + (v - 1)p + 1) / v
     zb-h1          p - 1             p
     zb-v           (p - 1)/2         p
+
+Gradients are reduced over the data axes while the last pass still computes: half of the reductions are issued before it
+has ended.
 """
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.schedule import Instruction
+from lockstep.parallel.schedule import PASSES, Instruction
 from lockstep.parallel.schedule_clock import Costs, most_held, timetable
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.pipeline import PipelineWorker
@@ -54,6 +59,8 @@ class Executed:
         self._inner: dict[tuple[int, int], list[StorageWeakRef]] = {}
         """What only an activation function needs: the widening layers' outputs, by (micro-batch, chunk)."""
         self._current = (0, 0)
+        self.passes_ended = 0.0
+        """When the last pass had ended, by the host's clock."""
         ups = [part for _, block in blocks for name, part in block.named_modules() if name.endswith("up")]
         self._hooks = [part.register_forward_hook(self._note_inner) for part in ups]
         if blocks and worker.group.rank < worker.group.size - 1 and worker.placement.chunks == 1:
@@ -73,6 +80,8 @@ class Executed:
             before = len(self.products.times)
             plain(instruction)
             self.instructions.append(instruction)
+            if instruction.kind in PASSES:
+                self.passes_ended = time.perf_counter()
             if instruction.kind == "forward":
                 self.alive_after_forward += alive(self._inner.get(self._current, []))
             if instruction.kind == "send_activation":
@@ -127,4 +136,15 @@ def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
     splits = parallel.schedule.startswith("zb-") and strategy.layout.degrees.tp == 1
     if splits and blocks_of(worker.stage) and not executed.products_of_weights:
         broken.append("schedule: the weights' pass computes nothing")
-    return broken
+    return [*broken, *_reductions(strategy, executed)]
+
+
+def _reductions(strategy: ParallelModel, executed: Executed) -> Iterator[str]:
+    engine, parallel = strategy.engine, strategy.parallel
+    in_one_pass = strategy.worker.placement.chunks == 1 and not parallel.schedule.startswith("zb-")  # type: ignore
+    entries = [e for e in strategy.ledger.of("gradients") if e.axis not in ("tp", "pp")]
+    if not type(engine).facts(parallel).overlaps or len(entries) < 3 or not (engine.reduces_by_chunk or in_one_pass):
+        return
+    early = sum(isinstance(e.issued, float) and e.issued < executed.passes_ended for e in entries)
+    if 2 * early < len(entries):
+        yield f"overlap: {early} of {len(entries)} reductions of gradients were issued before the last pass had ended"
