@@ -113,13 +113,16 @@ def test_every_model_is_equal_to_one_process(ranks: int) -> None:
 
 
 def check_law(world: World) -> None:
-    """4 all-reduces per block and step, or the same bytes as reduce-scatters and all-gathers."""
+    """4 all-reduces per block and step, or the same bytes as reduce-scatters and all-gathers; and two all-gathers more
+    where inputs are gathered again in backward.
+    """
     tokens = torch.randint(20, (3, 8))
     activation = 3 * 8 * 16 * 8  # bytes: batch x positions x features in fp64
-    for sequence in (False, True):
+    for sequence, keep in ((False, False), (True, True), (True, False)):
         found = {}
         for layers in (1, 3):
-            model = tensor_parallel(gpt(layers=layers, vocabulary=20), sequence_parallel=sequence)
+            model = gpt(layers=layers, vocabulary=20)
+            model = tensor_parallel(model, sequence_parallel=sequence, keep_gathered=keep)
             with recording(Ledger()) as ledger:
                 ledger.open()
                 model(tokens).sum().backward()
@@ -132,8 +135,12 @@ def check_law(world: World) -> None:
                 sum(e.wire_bytes for e in large),
             )
         per_block = [(b - a) / 2 for a, b in zip(found[1], found[3], strict=True)]
-        factor = 2 * (world.size - 1) / world.size
-        assert per_block == [0 if sequence else 4, 8 if sequence else 0, pytest.approx(4 * factor * activation)]
+        once, again = (world.size - 1) / world.size, 2 if sequence and not keep else 0
+        assert per_block == [
+            0 if sequence else 4,
+            8 + again if sequence else 0,
+            pytest.approx((4 * 2 + again) * once * activation),
+        ]
 
 
 def test_the_law_of_bytes() -> None:

@@ -258,6 +258,9 @@ class Parallel:
     """Tensor parallel: ranks that have other rows or columns of the same matrices, and read the same samples."""
     sequence: bool = False
     """With tp: what lies between the matrices is cut too, along its positions (sequence parallel)."""
+    keep_gathered: bool = False
+    """With sequence: keep the gathered inputs of cut layers for backward, which else gathers them again: less traffic
+    for more memory."""
     native: tuple[Literal["tp", "pp", "cp"], ...] = ()
     """Axes that PyTorch's own means cut instead of ours: DTensor (tp), torch.distributed.pipelining (pp), its ring
     attention (cp, on GPUs)."""

@@ -10,6 +10,7 @@ output features and V = [V_0; V_1] along its input features:
 A transformer's block has two such pairs, attention (each rank some heads) and MLP: 4 all-reduces per block and step.
 With sequence parallelism x and y are cut along their positions: an all-gather stands where x comes in, a
 reduce-scatter where y goes out, and what lies between two pairs (norm, dropout, residual) is not computed n times.
+Backward gathers x once more for the gradient of W, unless `keep_gathered`: two all-gathers more per block and step.
 
 The products themselves are in `parallel_products.py`, with what hides behind what.
 """
@@ -75,8 +76,11 @@ class ColumnParallelLinear(CutModule):
         sequence_parallel: bool = False,
         cut: Cut | None = None,
         tied: Tied | None = None,
+        keep_gathered: bool = False,
     ) -> None:
-        """`cut`: which output features; by default equal parts of each of the layer's `parts`."""
+        """`cut`: which output features; by default equal parts of each of the layer's `parts`. `keep_gathered`: with
+        `sequence_parallel`, gathered inputs are kept for backward; else it gathers them again.
+        """
         super().__init__()
         self.custom_forward = CustomForward.of(linear, row=False)
         self.group, self.gather_output = group_of(process_group, "tp"), gather_output
@@ -87,6 +91,8 @@ class ColumnParallelLinear(CutModule):
         self.leads_to_row = not gather_output
         """Until then tensors are cut."""
         self.sequence_parallel = sequence_parallel and self.group.size > 1
+        self.gathers_again = self.sequence_parallel and not keep_gathered and self.custom_forward is None
+        """In backward, for the gradient of the weight."""
         self.weight = cut_parameter(linear.weight, 0, self.cut, tied)
         self.bias = cut_parameter(linear.bias, 0, self.cut, tied) if linear.bias is not None else None
         self.scale: float | None = linear.scale if isinstance(linear, LoRALinear) else None
@@ -101,7 +107,7 @@ class ColumnParallelLinear(CutModule):
             whole = gather_positions(x, self.group, SEQUENCE) if sequence else copy_to_ranks(x, self.group)
             y = self.custom_forward(whole, weight, bias)
         else:
-            y = column_linear(x, weight, bias, self.group, self.sequence_parallel)
+            y = column_linear(x, weight, bias, self.group, self.sequence_parallel, not self.gathers_again)
         if self.scale is not None:
             y = y + self.scale * self._adapted(x)
         return gather_from_ranks(y, self.group, -1, self.cut.sizes) if self.gather_output else y

@@ -2,7 +2,10 @@
 
 Backward of a column-parallel layer has two products, of which only one gives the gradient that must be summed: that
 comes first, and travels while the other is computed. With sequence parallelism forward goes in two halves of the batch
-where there is a second stream to travel on: one half is sent while the other is multiplied.
+where there is a second stream to travel on: one half is sent while the other is multiplied. The gathered inputs are
+not kept for backward: they are gathered again, beside the product of the inputs' gradient.
+
+In a zero-bubble schedule the products for the weights' gradients are left to the weight pass (`weight_pass.py`).
 """
 
 from typing import Any
@@ -16,6 +19,7 @@ from lockstep.comm.collectives import Pending, all_reduce_async
 from lockstep.layout.group import Group
 from lockstep.parallel.autocast import as_autocast, no_autocast
 from lockstep.parallel.exchange import PURPOSE, Gathering, Scattering, reduce_from_ranks
+from lockstep.parallel.weight_pass import Defer, deferred_by, is_recomputed
 from lockstep.uncompiled import uncompiled
 
 SEQUENCE = -2
@@ -23,16 +27,28 @@ SEQUENCE = -2
 
 
 @uncompiled
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = False) -> Tensor:
-    """x is whole, or cut along its positions; the output is cut along its features."""
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    sequence: bool = False,
+    keep_gathered: bool = False,
+) -> Tensor:
+    """x is whole, or cut along its positions; the output is cut along its features.
+
+    `keep_gathered`: with `sequence`, the gathered x is kept for backward, which else gathers it again.
+    """
     if group.size == 1:
         return F.linear(x, weight, bias)
     if weight.dtype != x.dtype and not weight.requires_grad:  # frozen in a smaller dtype
         x, back = x.to(weight.dtype), x.dtype
-        return column_linear(x, weight, bias, group, sequence).to(back)
-    with_dtype = as_autocast(x, weight, bias)
+        return column_linear(x, weight, bias, group, sequence, keep_gathered).to(back)
+    # What is recomputed in backward keeps nothing from forward: gathering it a third time would save no memory.
+    keep_gathered = keep_gathered or is_recomputed()
+    given, cast, added, defer = deferring(x, weight, bias)
     with no_autocast(x.device):
-        y: Tensor = _Column.apply(*with_dtype, group, sequence)
+        y: Tensor = _Column.apply(given, cast, added, group, sequence, keep_gathered, defer)
     return y
 
 
@@ -48,10 +64,23 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, seq
     share = None if bias is None else _Share.apply(bias, group.size)
     if not sequence:
         return reduce_from_ranks(F.linear(x, weight, share), group)
-    with_dtype = as_autocast(x, weight, share)
+    given, cast, added, defer = deferring(x, weight, share)
     with no_autocast(x.device):
-        y: Tensor = _SequenceRow.apply(*with_dtype, group)
+        y: Tensor = _SequenceRow.apply(given, cast, added, group, defer)
     return y
+
+
+def deferring(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Defer | None]:
+    """As autocast wants them, and whom backward leaves the gradient of the weight to. The weight is then detached: to
+    autograd, what has no gradient yet would count as one.
+    """
+    later = deferred_by(x, weight)
+    given, cast, added = as_autocast(x, weight, bias)
+    assert given is not None
+    assert cast is not None
+    if later is None:
+        return given, cast, added, None
+    return given, cast.detach(), added, later.deferring(weight, cast)
 
 
 def halves(x: Tensor) -> tuple[Tensor, ...]:
@@ -63,14 +92,23 @@ class _Column(torch.autograd.Function):
     """A column-parallel product: its input's gradient is all-reduced beside the product for the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
-        ctx.group, ctx.sequence = group, sequence
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        sequence: bool,
+        keep_gathered: bool,
+        defer: Defer | None,
+    ) -> Tensor:
+        ctx.group, ctx.sequence, ctx.defer = group, sequence, defer
+        ctx.gathers_again = sequence and not keep_gathered
         parts, outputs = [], []
         for flight in [Gathering(part, group, SEQUENCE) for part in halves(x)] if sequence else [None]:
             parts.append(x if flight is None else flight.wait())
             outputs.append(F.linear(parts[-1], weight, bias))
-        # Gathered inputs are kept: to gather them anew for the weight's gradient would send a quarter more.
-        ctx.save_for_backward(weight, *parts)
+        ctx.save_for_backward(weight, *([x] if ctx.gathers_again else parts))
         return joined(outputs)
 
     @staticmethod
@@ -79,24 +117,52 @@ class _Column(torch.autograd.Function):
         weight, *parts = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         for_x = for_weight = for_bias = None
-        flight: Pending | Scattering | None = None
+        for_input: Pending | Scattering | None = None
+        whole = Inputs(parts, ctx.group if ctx.gathers_again else None)
+        if wants_weight:
+            whole.prepare()  # in flight beside the product of the inputs' gradient
         if wants_x:
             for_x = gradient @ weight
             if ctx.sequence:
-                flight = Scattering(for_x, ctx.group, SEQUENCE)
+                for_input = Scattering(for_x, ctx.group, SEQUENCE)
             else:
-                flight = all_reduce_async(for_x, group=ctx.group, purpose=PURPOSE)
-        if wants_weight:
-            slices = gradient.split([len(part) for part in parts]) if len(parts) > 1 else [gradient]
-            products = [rows(g).t() @ rows(x) for g, x in zip(slices, parts, strict=True)]
-            for_weight = products[0] if len(products) == 1 else products[0].add_(products[1])
+                for_input = all_reduce_async(for_x, group=ctx.group, purpose=PURPOSE)
+        if ctx.defer is not None:
+            ctx.defer(lambda: weight_gradient(gradient, whole.take()), whole.prepare)
+        elif wants_weight:
+            for_weight = weight_gradient(gradient, whole.take())
         if wants_bias:
             for_bias = rows(gradient).sum(0)
-        if isinstance(flight, Scattering):
-            for_x = flight.wait()
-        elif flight is not None:
-            flight.wait()
-        return for_x, for_weight, for_bias, None, None
+        if isinstance(for_input, Scattering):
+            for_x = for_input.wait()
+        elif for_input is not None:
+            for_input.wait()
+        return for_x, for_weight, for_bias, None, None, None, None
+
+
+class Inputs:
+    """Of a column-parallel layer, for the gradient of its weight: kept from forward, or gathered once more."""
+
+    def __init__(self, parts: list[Tensor], gather_over: Group | None) -> None:
+        self._parts, self._group = parts, gather_over
+        self._flights: list[Gathering] = []
+
+    def prepare(self) -> None:
+        """Issue the all-gathers, unless they are."""
+        if self._group is not None and not self._flights:
+            self._flights = [Gathering(half, self._group, SEQUENCE) for part in self._parts for half in halves(part)]
+
+    def take(self) -> list[Tensor]:
+        """The whole inputs, in one or two parts of the batch."""
+        self.prepare()
+        return [flight.wait() for flight in self._flights] if self._group is not None else self._parts
+
+
+def weight_gradient(gradient: Tensor, parts: list[Tensor]) -> Tensor:
+    """Of the outputs' gradient, and the inputs in parts of the batch."""
+    slices = gradient.split([len(part) for part in parts]) if len(parts) > 1 else [gradient]
+    products = [rows(g).t() @ rows(x) for g, x in zip(slices, parts, strict=True)]
+    return products[0] if len(products) == 1 else products[0].add_(products[1])
 
 
 def rows(x: Tensor) -> Tensor:
@@ -112,8 +178,8 @@ class _SequenceRow(torch.autograd.Function):
     """A row-parallel product whose outputs are reduce-scattered along positions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, defer: Defer | None) -> Tensor:
+        ctx.group, ctx.defer = group, defer
         ctx.save_for_backward(x, weight)
         flights = [Scattering(F.linear(part, weight, bias), group, SEQUENCE) for part in halves(x)]
         return joined([flight.wait() for flight in flights])
@@ -123,19 +189,23 @@ class _SequenceRow(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        parts = halves(x)
         flights = [Gathering(part, ctx.group, SEQUENCE) for part in halves(gradient)]
         for_x: list[Tensor] = []
         for_weight = torch.zeros_like(weight) if wants_weight else None
         for_bias = torch.zeros_like(weight[:, 0]) if wants_bias else None
-        for flight, part in zip(flights, halves(x), strict=True):
-            whole = flight.wait()
+        gathered: list[Tensor] = []
+        for flight, part in zip(flights, parts, strict=True):
+            gathered.append(flight.wait())
             if wants_x:
-                for_x.append(whole @ weight)
+                for_x.append(gathered[-1] @ weight)
             if for_weight is not None:
-                for_weight.addmm_(rows(whole).t(), rows(part))
+                for_weight.addmm_(rows(gathered[-1]).t(), rows(part))
             if for_bias is not None:
-                for_bias += rows(whole).sum(0)
-        return joined(for_x) if wants_x else None, for_weight, for_bias, None
+                for_bias += rows(gathered[-1]).sum(0)
+        if ctx.defer is not None:
+            ctx.defer(lambda: weight_gradient(joined(gathered), list(parts)))
+        return joined(for_x) if wants_x else None, for_weight, for_bias, None, None
 
 
 class _Share(torch.autograd.Function):

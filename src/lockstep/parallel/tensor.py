@@ -50,13 +50,15 @@ def tensor_parallel(
     plan: Plan | None = None,
     process_group: GroupLike = None,
     sequence_parallel: bool = False,
+    keep_gathered: bool = False,
 ) -> nn.Module:
     """Cut `module`, which every rank has whole, over the ranks of the group. All begin with the first rank's weights.
 
         lockstep.tensor_parallel(model, {"0": "column", "2": "row"})
         model(inputs).sum().backward()  # inputs, outputs and gradients as of the whole model
 
-    `plan`: patterns of module names and what becomes of them; None: the module's own `tensor_plan()`.
+    `plan`: patterns of module names and what becomes of them; None: the module's own `tensor_plan()`. With
+    `sequence_parallel`, backward gathers the inputs of cut layers again, unless `keep_gathered`.
     """
     group = group_of(process_group, "tp")
     planned = match_plan(module, own_plan(module) if plan is None else plan)
@@ -64,11 +66,15 @@ def tensor_parallel(
         raise UserError(
             "sequence_parallel needs to know where positions are cut first: a plan with a vocab or sequence module"
         )
-    return cut_as_planned(module, planned, group, sequence_parallel)
+    return cut_as_planned(module, planned, group, sequence_parallel, keep_gathered)
 
 
 def cut_as_planned(
-    module: nn.Module, planned: dict[str, str], group: Group, sequence_parallel: bool = False
+    module: nn.Module,
+    planned: dict[str, str],
+    group: Group,
+    sequence_parallel: bool = False,
+    keep_gathered: bool = False,
 ) -> nn.Module:
     """`planned`: kinds by module names. A stage of a pipeline may have only some of what a plan is about."""
     if group.size == 1:
@@ -85,7 +91,7 @@ def cut_as_planned(
         part = module.get_submodule(name)
         if part not in cut:
             try:
-                cut[part] = cut_module(part, kind, group, sequence_parallel, tied)
+                cut[part] = cut_module(part, kind, group, sequence_parallel, tied, keep_gathered)
             except UserError as error:
                 raise UserError(f"{name} cannot be {kind}-parallel on {group.size} ranks: {error}") from None
             cut[part].train(part.training)
@@ -148,7 +154,9 @@ def check_parents(module: nn.Module, planned: dict[str, str]) -> None:
             raise UserError(f"{inside[0]} is part of an nn.TransformerEncoderLayer, which does not always call it")
 
 
-def cut_module(part: nn.Module, kind: str, group: Group, sequence: bool, tied: Tied) -> nn.Module:
+def cut_module(
+    part: nn.Module, kind: str, group: Group, sequence: bool, tied: Tied, keep_gathered: bool = False
+) -> nn.Module:
     if kind == "sequence":
         if sequence:
             part.register_forward_hook(lambda _module, _inputs, output: split_to_ranks(output, group, SEQUENCE))
@@ -167,7 +175,7 @@ def cut_module(part: nn.Module, kind: str, group: Group, sequence: bool, tied: T
     whole = kind == "column:gather"
     # What is gathered, or ends in a loss, need not be cut evenly; what other layers compute with must be.
     cut = even_cut(part.out_features, group, uneven=True) if whole or kind == "vocab" else None
-    column = ColumnParallelLinear(part, group, whole, sequence, cut, tied)
+    column = ColumnParallelLinear(part, group, whole, sequence, cut, tied, keep_gathered)
     column.leads_to_row = kind == "column"
     return column
 

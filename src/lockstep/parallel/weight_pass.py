@@ -1,15 +1,16 @@
 """Backward in two passes: the gradients of activations now, those of weights later.
 
-A linear layer's backward has two products. That of its input is what the stage before is waiting for; that of its
-weight is needed at the end of the step only, and a zero-bubble schedule puts it where a rank would stand idle. While a
-`WeightPass` is active, linear layers compute the first in backward and leave the second, with what it needs (the
-layer's input and its output's gradient), to `run`. Other weights (norms, embeddings), which cost little, get their
-gradient in backward as always; so do layers whose activations are computed again (torch.utils.checkpoint), as the
-recomputation knows nothing of passes.
+A linear layer's backward has two products, also where tensor parallelism has cut it. That of its input is what the
+stage before is waiting for. That of its weight is needed at the end of the step only, and a zero-bubble schedule puts
+it where a rank would stand idle. While a `WeightPass` is active, linear layers compute the first in backward and leave
+the second, with what it needs (the layer's input and its output's gradient), to `run`. Other weights (norms,
+embeddings), which cost little, get their gradient in backward as always; so do layers whose activations are computed
+again (torch.utils.checkpoint), as the recomputation knows nothing of passes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ class Product:
     weight: Tensor
     """What forward has multiplied with: the parameter, or the parameter as autocast has cast it."""
     compute: Callable[[], Tensor]
+    prepare: Callable[[], object] = lambda: None
+    """Called while the product before it is computed: issues what `compute` waits for."""
+
+
+Defer = Callable[..., None]
+"""(compute, prepare) -> None: leave a weight's gradient to the weight pass."""
 
 
 class WeightPass(TorchFunctionMode):
@@ -43,27 +50,46 @@ class WeightPass(TorchFunctionMode):
         if function is not F.linear:
             return function(*args, **kwargs)
         x, weight, bias = linear_arguments(*args, **kwargs)
-        trained = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
-        if not trained or not weight.is_leaf or is_recomputed():
+        if deferred_by(x, weight) is None:
             return F.linear(x, weight, bias)
         given, cast, added = as_autocast(x, weight, bias)
         assert cast is not None
         with no_autocast(x.device):
             return _Linear.apply(given, cast.detach(), added, self.deferring(weight, cast))
 
-    def deferring(self, parameter: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Defers a product of (rows of gradients, rows of inputs), which is the gradient of `weight`."""
+    def deferring(self, parameter: Tensor, weight: Tensor) -> Defer:
+        """What a layer's backward calls instead of computing the gradient of `weight`."""
 
-        def defer(gradient: Tensor, x: Tensor) -> None:
-            self.left.append(Product(parameter, weight, lambda: gradient.t() @ x))
+        def defer(compute: Callable[[], Tensor], prepare: Callable[[], object] = lambda: None) -> None:
+            self.left.append(Product(parameter, weight, compute, prepare))
 
         return defer
+
+    def __enter__(self) -> "WeightPass":
+        _ACTIVE.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _ACTIVE.remove(self)
 
     def run(self) -> None:
         """The products that backward has left, in its order. Gradients arrive as backward's do, hooks and all."""
         left, self.left = self.left, []
-        for product in left:
+        for product, following in zip_longest(left, left[1:]):
+            if following is not None:
+                following.prepare()
             torch.autograd.backward([product.weight], [product.compute()])
+
+
+_ACTIVE: list[WeightPass] = []
+
+
+def deferred_by(x: Tensor, weight: Tensor) -> WeightPass | None:
+    """The weight pass that a linear layer leaves the gradient of its weight to, if there is one."""
+    trained = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
+    return _ACTIVE[-1] if _ACTIVE and trained and weight.is_leaf and not is_recomputed() else None
 
 
 def linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -81,9 +107,7 @@ class _Linear(torch.autograd.Function):
     """The weight comes detached: to autograd, what has no gradient yet would count as one."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: Callable[[Tensor, Tensor], None]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: Defer) -> Tensor:
         ctx.defer = defer
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
@@ -93,5 +117,5 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        ctx.defer(rows, x.reshape(-1, x.shape[-1]))
+        ctx.defer(lambda: rows.t() @ x.reshape(-1, x.shape[-1]))
         return gradient @ weight, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None

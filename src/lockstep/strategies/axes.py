@@ -12,7 +12,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "replicate": {},
     "shard": {},
     "cp": {"ring": {"attention": "ring"}, "ulysses": {"attention": "ulysses"}},
-    "tp": {"sequence": {"sequence": True}},
+    "tp": {"sequence": {"sequence": True}, "keep_gathered": {"keep_gathered": True}},
 }
 """Axis -> what may stand after its degree, and what that sets."""
 MODEL_AXES = ("pp", "cp", "tp")
@@ -50,7 +50,7 @@ def strategy_name(parallel: Parallel) -> str:
     said = {
         "pp": f":{parallel.schedule}",
         "cp": f":{parallel.attention}" if parallel.attention != "ring" else "",
-        "tp": ":sequence" if parallel.sequence else "",
+        "tp": ":sequence" * parallel.sequence + ":keep_gathered" * parallel.keep_gathered,
     }
     degrees = {axis: degree for axis, degree in model_degrees(parallel).items() if degree > 1}
     by = {axis: f":{NATIVE}" if axis in parallel.native else "" for axis in degrees}

@@ -62,7 +62,7 @@ def parallelize(
         engine.measure = cut_by_dtensor(model, plan, layout, parallel.sequence)
         engine.traffic_is_seen = False
     else:
-        engine.measure = cut_tensors(model, plan, layout.group("tp"), parallel.sequence)
+        engine.measure = cut_tensors(model, plan, layout.group("tp"), parallel)
     if "cp" in parallel.native and layout.degrees.cp > 1:
         engine.around_attention = attend_by_torch(model, layout)
         engine.traffic_is_seen = False

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Group
 from lockstep.models.loss import LossSum, Measure, cross_entropy_sum
@@ -41,10 +42,10 @@ class TensorPlan:
         return TensorPlan(kinds, self.head if self.head in kinds else None)
 
 
-def cut_tensors(stage: nn.Module, plan: TensorPlan, group: Group, sequence: bool) -> Measure | None:
+def cut_tensors(stage: nn.Module, plan: TensorPlan, group: Group, parallel: Parallel) -> Measure | None:
     """Cut the matrices of a model, or of a stage, in place. Returns what takes the loss, if its outputs are cut."""
     plan = plan.here(stage)
-    cut_as_planned(stage, plan.kinds, group, sequence)
+    cut_as_planned(stage, plan.kinds, group, parallel.sequence, parallel.keep_gathered)
     if plan.head is None or group.size == 1:
         return None
     head = stage.get_submodule(plan.head)
@@ -83,6 +84,9 @@ def tensor_traffic(
         match part:
             case ColumnParallelLinear():
                 wide, messages = 0 if is_first else part.in_features, (pieces or 1) + 1
+                if part.gathers_again:
+                    elements += tokens * part.in_features
+                    collectives += pieces or 1
                 if part.gather_output:
                     elements += tokens * max(part.cut.sizes) * n
                     collectives += 1

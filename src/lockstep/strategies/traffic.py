@@ -47,7 +47,7 @@ def traffic_by_axis(
     stage = model
     if pp.size > 1:
         stage = cut_stage(model, placement_for(parallel), pp)
-    cut_tensors(stage, plan, tp, parallel.sequence)
+    cut_tensors(stage, plan, tp, parallel)
     cut_positions(stage, cp, parallel.attention)
     ranks = degrees.replicate * degrees.shard * degrees.cp
     found = {"data": expected_traffic(ModelSizes.of(stage, compute, parallel.reduce_dtype), parallel, ranks, table)}

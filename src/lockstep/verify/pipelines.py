@@ -24,12 +24,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.parallel.blocks import blocks_of
+from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from lockstep.parallel.schedule import PASSES, Instruction
 from lockstep.parallel.schedule_clock import Costs, most_held, timetable
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.pipeline import PipelineWorker
 from lockstep.verify.structure import Products, alive
 
+LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
 MESSAGES_IN_FLIGHT = 2
 """Sent activations that a rank may hold: the one that is being sent, and the one before it."""
 
@@ -133,9 +135,13 @@ def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
     if strategy.options.recompute == "full" and executed.alive_after_forward:
         count = executed.alive_after_forward
         broken.append(f"recompute: {count} tensors inside blocks are alive after their forward")
-    splits = parallel.schedule.startswith("zb-") and strategy.layout.degrees.tp == 1
-    if splits and blocks_of(worker.stage) and not executed.products_of_weights:
-        broken.append("schedule: the weights' pass computes nothing")
+    layers = sum(isinstance(part, LINEAR) for _, block in blocks_of(worker.stage) for part in block.modules())
+    splits = parallel.schedule.startswith("zb-") and strategy.options.recompute == "none"
+    if splits and executed.products_of_weights < layers * m:
+        broken.append(
+            f"schedule: the weights' passes compute {executed.products_of_weights} products, and the {layers} linear "
+            f"layers of {m} micro-batches have {layers * m}"
+        )
     return [*broken, *_reductions(strategy, executed)]
 
 

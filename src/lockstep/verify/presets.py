@@ -19,7 +19,7 @@ AT_4 = (
     *("zero3,tp=2:sequence", "zero3,cp=2", "zero2,pp=2:1f1b", "fsdp,pp=2:1f1b", "bucketed,tp=2"),
 )
 """What is invisible at two ranks: a third hop, a third rank's norm, shared heads; and an axis beside another."""
-AT_8 = ("zero1,pp=2:1f1b,tp=2",)
+AT_8 = ("zero1,pp=2:zb-h1,tp=2:sequence",)
 """Three axes at once."""
 
 HYBRIDS: Matrix = {
@@ -35,7 +35,7 @@ HYBRIDS: Matrix = {
         *("zero3,cp=2", "zero3,cp=2:ulysses", "fsdp,cp=2", "local_sgd,tp=2", "bucketed+topk,tp=2", "naive,pp=2:zb-v"),
     ],
     8: [
-        *("zero1,pp=2:1f1b,tp=2", "fsdp+HYBRID_SHARD,tp=2", "fsdp+HYBRID_SHARD,tp=2:native", "fsdp,cp=2,tp=2"),
+        *("zero1,pp=2:1f1b,tp=2", *AT_8, "fsdp+HYBRID_SHARD,tp=2", "fsdp+HYBRID_SHARD,tp=2:native", "fsdp,cp=2,tp=2"),
         *("zero3,cp=2,tp=2:sequence", "ddp,pp=2:zb-h1,cp=2", "bucketed,pp=4:interleaved", "single,pp=2:zb-v,tp=4"),
     ],
 }
