@@ -42,17 +42,13 @@ def command(words: list[str], folder: Path, timeout: float = LONG) -> "subproces
 
 
 def test_under_torchrun_one_rank_names_the_folder(tmp_path: Path) -> None:
-    """Two starts of three ranks: each has one folder, with a whole checkpoint."""
-    for number in range(2):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
-        words = [*torchrun, "-m", "lockstep", *TRAIN, "--train.steps", "6", "--checkpoint.every", "3"]
-        ended = command(words, tmp_path)
-        assert ended.returncode == 0, ended.stderr[-2000:]
-        runs = list((tmp_path / "runs").iterdir())
-        assert len(runs) == number + 1
-        time.sleep(1.1)  # names are by the second
-    for run in runs:
-        assert command([sys.executable, "-m", "lockstep", "export", str(run)], tmp_path).returncode == 0
+    """Three ranks have one folder, with a whole checkpoint."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
+    words = [*torchrun, "-m", "lockstep", *TRAIN, "--train.steps", "6", "--checkpoint.every", "3"]
+    ended = command(words, tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert command([sys.executable, "-m", "lockstep", "export", str(run)], tmp_path).returncode == 0
 
 
 def test_resume_auto_takes_the_newest_that_fits_and_harms_none(tmp_path: Path) -> None:
@@ -190,9 +186,9 @@ def long_run(world: World, name: str) -> list[tuple[int, int, int]]:
     strategy = prepare_strategy(world, config, dataset)
     batch = read_share(dataset.train, torch.arange(8), strategy.batch_share())
     process, found = psutil.Process(), []
-    for step in range(501):
+    for step in range(301):
         result = strategy.step(batch)
-        if step in (100, 300, 500):
+        if step in (100, 200, 300):
             assert result.loss == result.loss
             gc.collect()
             found.append((process.memory_info().rss // 1024, process.num_fds(), len(left_in_shm())))
