@@ -266,6 +266,9 @@ class Parallel:
     attention (cp, on GPUs)."""
     reduce_dtype: Literal["fp32", "compute"] = "fp32"
     """What zero3 and fsdp reduce gradients in, where they compute in bf16 or fp16."""
+    reshard_micro_batches: bool = False
+    """In a pipeline, of fsdp: release parameters and reduce gradients in every micro-batch, instead of once per step:
+    less memory for more traffic."""
     prefetch: int = 1
     """Units that zero3 gathers ahead."""
     offload: Literal["none", "cpu", "nvme"] = "none"

@@ -128,13 +128,15 @@ class GradientWrapper(nn.Module, ABC):
             self._synchronizing = before
 
     @contextmanager
-    def last_backward(self, complete: Collection[Tensor], pending: Collection[Tensor]) -> Iterator[None]:
+    def last_backward(self, complete: Collection[Tensor], pending: Collection[Tensor] | None) -> Iterator[None]:
         """Around the last of several backward passes, the others of which were under `no_sync`: for pipelines, where a
         pass is about some of the parameters. With `manual` only: `finish_gradient_synchronization()` ends the step.
 
-        `complete`: parameters to whose gradients no later pass adds. `pending`: those of them to which this one does.
+        `complete`: parameters to whose gradients no later pass adds. `pending`: those of them to which this one does;
+        None: all.
         """
         assert self.manual, "the end of this pass is not the end of the step's backward"
+        pending = complete if pending is None else pending
         self._last_of = pending
         for parameter in complete:
             if parameter not in pending:

@@ -131,7 +131,7 @@ class HandWritten(Engine):
         return nullcontext() if last else self.module.no_sync()
 
     def reduce_in_backward(
-        self, complete: Collection[Tensor], pending: Collection[Tensor]
+        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
     ) -> AbstractContextManager[None]:
         return self.module.last_backward(complete, pending)
 

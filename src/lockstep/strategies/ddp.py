@@ -56,12 +56,13 @@ class DDP(Engine):
         return no_sync
 
     def reduce_in_backward(
-        self, complete: Collection[Tensor], pending: Collection[Tensor]
+        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
     ) -> AbstractContextManager[None]:
         """Where one pass adds to all gradients, DDP reduces in it. Its forward, which would have prepared for that, was
         under `no_sync`; the reducer has no public name (torch's own pipeline stages call it too).
         """
-        if isinstance(self.module, DistributedDataParallel) and set(self.trainable()) <= set(pending):
+        adds_to = complete if pending is None else pending
+        if isinstance(self.module, DistributedDataParallel) and set(self.trainable()) <= set(adds_to):
             self.module.reducer.prepare_for_backward([])
             self._reduced_in_backward = True
         return self.accumulate()

@@ -9,6 +9,7 @@ a new one is one file and one row of `STRATEGIES`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from lockstep.layout.region import region_of
 from lockstep.models.loss import Measure
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.options import Options
-from lockstep.strategies.theory import ModelSizes, Theory
+from lockstep.strategies.theory import ModelSizes, Shape, Theory
 
 if TYPE_CHECKING:
     from lockstep.strategies.state import State
@@ -105,6 +106,11 @@ class Engine(ABC):
         """What a rank sends in a step, in closed form; None where there is none."""
         return None
 
+    @classmethod
+    def tied_elements(cls, shape: Shape, rank: int, ranks: int) -> int:
+        """Of a tied weight's gradient, how many a data rank of a pipeline's stage sends to the other stage."""
+        return prod(shape)
+
     # ---- one stage ---------------------------------------------------------------------------------------------
 
     model: nn.Module
@@ -118,8 +124,10 @@ class Engine(ABC):
     """It computes in the right precision by itself: no autocast."""
     host_decides = False
     """It has something of its own to do at a skipped step, so the host must know of it at once."""
-    keeps_whole_gradients: ClassVar[bool] = True
-    """It can, between micro-batches, in `p.grad`; else they are cut up in backward."""
+    shows_own_gradients: ClassVar[bool] = True
+    """`own_gradients` has some."""
+    reshards_micro_batches: ClassVar[bool] = False
+    """In a pipeline it can release parameters and reduce gradients in every micro-batch."""
     reduces_by_chunk: ClassVar[bool] = True
     """In a pipeline it reduces the gradients that a pass has completed; else only where one pass completes them all."""
     sums_tied_last: ClassVar[bool] = False
@@ -165,16 +173,20 @@ class Engine(ABC):
         return self.synchronize(last=False)
 
     def reduce_in_backward(
-        self, complete: Collection[Tensor], pending: Collection[Tensor]
+        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
     ) -> AbstractContextManager[None]:
         """Around the last pass of a pipeline's step that adds to the gradients of `complete`: an engine that overlaps
-        reduces them as soon as they are there. `pending`: those of them to which this pass adds.
+        reduces them as soon as they are there. `pending`: those of them to which a weight pass adds; None: a backward
+        pass, which adds to all of them.
         """
         return self.accumulate()
 
     def reduce_rest(self) -> None:
         """When a pipeline's passes are over: reduce what `reduce_in_backward` has not, and wait for all of it."""
         self.finish_gradients()
+
+    def release(self) -> None:
+        """After forward passes of a pipeline that have no backward: release what they have gathered."""
 
     def after_step(self) -> None:
         """For engines that average something else than gradients."""

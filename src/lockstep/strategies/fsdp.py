@@ -4,8 +4,8 @@ It is imported where it is used: that takes a second, which every rank of every 
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import ceil, prod
 from typing import Any, cast, get_args
@@ -24,7 +24,7 @@ from lockstep.parallel.sharded_module import OUTSIDE
 from lockstep.parallel.wrapper import broadcast_module
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
-from lockstep.strategies.fsdp_observed import observe
+from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, reduce_now
 from lockstep.strategies.native_tensor import data_axes
 from lockstep.strategies.state import first_names
 from lockstep.strategies.theory import ModelSizes, Shape, Theory, gather_factor
@@ -45,7 +45,10 @@ class FSDP(Engine):
     shardings = get_args(Sharding)
     offloads = ("cpu",)
     fills_parts = True
-    keeps_whole_gradients = False
+    shows_own_gradients = False
+    reshards_micro_batches = True
+    _kept: list[Any]
+    """In a pipeline's step: blocks whose gradients have not been reduced."""
     sums_tied_last = True
 
     @classmethod
@@ -66,6 +69,14 @@ class FSDP(Engine):
         return Degrees(replicate=replicate or -1, shard=shard).resolve(ranks)
 
     @classmethod
+    def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
+        if parallel.reshard_micro_batches and parallel.schedule.startswith("zb-"):
+            raise UserError(
+                f"parallel.reshard_micro_batches reduces gradients when a backward pass ends, and {parallel.schedule} "
+                f"computes those of the weights later; use 1f1b, or leave it out"
+            )
+
+    @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
         cut = parallel.sharding != "NO_SHARD"
         sends = {"FULL_SHARD": "3Ψ(n-1)/n", "HYBRID_SHARD": "3Ψ(s-1)/s + 2Ψ(c-1)/(cs)"}
@@ -82,7 +93,7 @@ class FSDP(Engine):
         """FSDP2 cuts each parameter along its first dimension, and pads that."""
         if cls.degrees(parallel, ranks).replicate > 1:
             return None  # all-reduces between the copies, which FSDP2 does out of sight
-        times = 2 if parallel.sharding == "FULL_SHARD" else 1
+        times = 2 if parallel.sharding == "FULL_SHARD" and parallel.pp == 1 else 1
         in_blocks = sum(padded_rows(shape, ranks) for block in sizes.blocks for shape in block)
         outside = sum(padded_rows(shape, ranks) for shape in sizes.outside)
         gathered = (times * in_blocks + outside) * sizes.gathered
@@ -90,6 +101,7 @@ class FSDP(Engine):
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage
+        self._complete: set[Tensor] = set()
         self.cuts = {name: region_of(p) for name, p in stage.named_parameters()}
         """What other axes have left of each parameter: `fully_shard` makes new ones, of that."""
         on_meta = any(p.device.type == "meta" for p in stage.parameters())
@@ -120,7 +132,7 @@ class FSDP(Engine):
         if self.parallel.offload == "cpu":
             options["offload_policy"] = CPUOffloadPolicy()
         for _, block in blocks_of(stage):
-            reshard = self.parallel.sharding != "SHARD_GRAD_OP"
+            reshard = self.parallel.sharding != "SHARD_GRAD_OP" and not self._keeps_unsharded
             fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **options)
         # What lies outside the blocks is not resharded: backward begins with it.
         fully_shard(stage, reshard_after_forward=False, mp_policy=policy, **options)
@@ -128,6 +140,62 @@ class FSDP(Engine):
             observe(module, name or OUTSIDE, self.layout.world.device)
             if self.layout.world.device.type == "cpu":  # gloo's average has summed
                 module.set_force_sum_reduction_for_comms(True)
+
+    @property
+    def _keeps_unsharded(self) -> bool:
+        """In a pipeline: parameters and gradients of a block, until the last pass that adds to its gradients."""
+        return self.parallel.pp > 1 and not self.parallel.reshard_micro_batches
+
+    # ---- the passes of a pipeline ------------------------------------------------------------------------------
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        if self._keeps_unsharded:
+            self._reduce_in_backward_of([])
+        return nullcontext()
+
+    @contextmanager
+    def reduce_in_backward(self, complete: Collection[Tensor], pending: Collection[Tensor] | None) -> Iterator[None]:
+        """FSDP2 reduces a block when its backward ends. A weight pass, which comes later, it knows nothing of: there
+        blocks are reduced when the pass is over.
+        """
+        self._complete |= set(complete)
+        modules = [module for module in self._kept if is_complete(module, self._complete)]
+        if len(modules) < len(self._kept) and self.model in modules:
+            modules.remove(self.model)  # every backward gathers what lies outside the blocks
+        self._kept = [module for module in self._kept if module not in modules]
+        if not self._keeps_unsharded or not modules:
+            with self.accumulate():
+                yield
+            return
+        self._reduce_in_backward_of(modules if pending is None else [])
+        yield
+        if pending is not None:
+            self._reduce_in_backward_of(modules)
+            for module in reversed(modules):
+                reduce_now(module)
+            end_backward(self.model)
+
+    def zero_gradients(self) -> None:
+        super().zero_gradients()
+        self._complete.clear()
+        self._kept = [module for _, module in sharded_modules(self.model)]
+
+    def _reduce_in_backward_of(self, modules: list[Any]) -> None:
+        """Of these blocks the next backward reduces gradients and releases parameters; the others keep both."""
+        for _, module in sharded_modules(self.model):
+            module.set_requires_gradient_sync(module in modules, recurse=False)
+            module.set_reshard_after_backward(module in modules, recurse=False)
+            module.set_is_last_backward(bool(modules))
+
+    def release(self) -> None:
+        for _, module in sharded_modules(self.model):
+            module.reshard()
+
+    @classmethod
+    def tied_elements(cls, shape: Shape, rank: int, ranks: int) -> int:
+        """Its rows of the gradient, which are all that it has when the stages' are summed."""
+        rows = ceil(shape[0] / ranks)
+        return max(0, min(shape[0], rows * (rank + 1)) - rows * rank) * prod(shape[1:])
 
     def _give_memory(self, stage: nn.Module) -> None:
         """For this rank's shards only; tied parameters stay one."""
@@ -157,8 +225,7 @@ class FSDP(Engine):
     def predict(self, inputs: Inputs) -> Any:
         """Without a backward nobody reshards what forward has gathered, and state is read from sharded parameters."""
         outputs = super().predict(inputs)
-        for _, module in sharded_modules(self.model):
-            module.reshard()
+        self.release()
         return outputs
 
     def keep_own_gradients(self) -> AbstractContextManager[None]:

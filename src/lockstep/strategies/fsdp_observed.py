@@ -9,7 +9,7 @@ them):
     finalize_backward   at the end of backward: for the last reduce-scatter
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,27 @@ def parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     return list(several) if several is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+def is_complete(module: Any, complete: Collection[Tensor]) -> bool:
+    """Whether all trained parameters of a `fully_shard`ed module are among these, sharded or unsharded."""
+    for group in parameter_groups(module):
+        for parameter in group.fsdp_params:
+            bodies = (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
+            if parameter.sharded_param.requires_grad and not any(body in complete for body in bodies):
+                return False
+    return True
+
+
+def reduce_now(module: Any) -> None:
+    """What FSDP2 does when a module's backward ends."""
+    for group in parameter_groups(module):
+        group.post_backward()
+
+
+def end_backward(root: Any) -> None:
+    """What FSDP2 does when all of backward has ended: the compute stream waits for the last reduction."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def gather_of(entry: Entry, name: str) -> bool:

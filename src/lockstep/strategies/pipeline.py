@@ -108,11 +108,11 @@ class PipelineWorker(Worker):
 
     def _around_pass(self, instruction: Instruction, step: Step) -> AbstractContextManager[Any]:
         stack = ExitStack()
-        if instruction.reduces and step.reduces:
+        if instruction.reduces and (step.reduces or not self.engine.shows_own_gradients):
             if instruction is self._reducing[-1] and not self.engine.sums_tied_last:
                 self.tied.receive()
             complete = self._completed_by(instruction)
-            pending = complete if instruction.kind == "backward" else complete & self.passes.deferred(instruction)
+            pending = None if instruction.kind == "backward" else complete & self.passes.deferred(instruction)
             stack.enter_context(self.engine.reduce_in_backward(complete, pending))
         else:
             stack.enter_context(self.engine.accumulate())
@@ -164,4 +164,5 @@ class PipelineWorker(Worker):
         for instruction in self._evaluation:
             self._forwards.carry_out(instruction)
         self._forwards.forget()
+        self.engine.release()
         return found[0] if found else None

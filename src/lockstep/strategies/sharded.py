@@ -73,7 +73,7 @@ class ShardedState(Engine):
         return self.module.no_sync()
 
     def reduce_in_backward(
-        self, complete: Collection[Tensor], pending: Collection[Tensor]
+        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
     ) -> AbstractContextManager[None]:
         return self.module.last_backward(complete, pending)
 

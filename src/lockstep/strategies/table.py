@@ -140,6 +140,12 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
         raise UserError(
             "parallel.keep_gathered is about what parallel.sequence gathers, and that is off; leave one out"
         )
+    if parallel.reshard_micro_batches and (parallel.pp == 1 or not engine.reshards_micro_batches):
+        who = ", ".join(name for name, other in STRATEGIES.items() if other.reshards_micro_batches)
+        raise UserError(
+            f"parallel.reshard_micro_batches is about {who} in a pipeline, and this is {data} with pp {parallel.pp}; "
+            f"leave it out"
+        )
     for option, neutral in (("compression", "none"), ("algorithm", "native")):
         chosen = getattr(parallel, option)
         if chosen != neutral and not engine.takes_compression:

@@ -12,6 +12,7 @@ from lockstep.models.loss import LossSum
 from lockstep.parallel.schedule import Placement
 from lockstep.parallel.stage import Stage, cut_stage
 from lockstep.strategies.context import context_traffic, cut_positions
+from lockstep.strategies.engine import Engine
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
 from lockstep.strategies.table import STRATEGIES, Table, expected_traffic
 from lockstep.strategies.tensor import TensorPlan, cut_tensors, tensor_traffic
@@ -51,7 +52,7 @@ def traffic_by_axis(
     cut_positions(stage, cp, parallel.attention)
     ranks = degrees.replicate * degrees.shard * degrees.cp
     found = {"data": expected_traffic(ModelSizes.of(stage, compute, parallel.reduce_dtype), parallel, ranks, table)}
-    if pp.size > 1 and not table[parallel.data].keeps_whole_gradients:
+    if pp.size > 1 and parallel.reshard_micro_batches:
         return {"data": None}  # what is gathered and reduced depends on how forwards and backwards follow each other
     if compute is not None and max(pp.size, tp.size, cp.size) > 1:
         return {**found, "pp": None, "cp": None, "tp": None}  # activations are in several dtypes
@@ -77,8 +78,10 @@ def traffic_by_axis(
         elements = sum(tokens for _, tokens in rows) * (width or 0)
         if parallel.sequence:
             elements //= tp.size
-        sent = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
-        found["pp"] = None if width is None else sent
+        passed = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
+        shard = 0 if isinstance(layout, FirstRank) else layout.group("shard", "cp").rank
+        tied = tied_traffic(stage, table[parallel.data], shard, degrees.shard * degrees.cp, itemsize)
+        found["pp"] = None if width is None else added([passed, tied])
     return {axis: None if axis in parallel.native else theory for axis, theory in found.items()}
 
 
@@ -106,18 +109,23 @@ def stage_width(stage: Stage) -> int | None:
 def pipeline_traffic(
     stage: Stage, placement: Placement, rank: int, elements: int, micro_batches: int, itemsize: int
 ) -> Theory:
-    """Activations to the next part and gradients to the one before, where those are on other ranks; and the gradients
-    of weights that stages share. `elements`: of all micro-batches, between two parts.
+    """Activations to the next part and gradients to the one before, where those are on other ranks. `elements`: of all
+    micro-batches, between two parts.
     """
     messages = 0
     for chunk in range(placement.chunks):
         part = placement.part(rank, chunk)
         for neighbour in (part - 1, part + 1):
             messages += 0 <= neighbour < placement.parts and placement.place(neighbour)[0] != rank
-    sent, collectives = float(messages * elements * itemsize), messages * micro_batches
-    named = dict(stage.named_parameters())
-    for name, ranks in stage.shared.items():
+    return Theory(messages * micro_batches, float(messages * elements * itemsize))
+
+
+def tied_traffic(stage: Stage, engine: type[Engine], rank: int, ranks: int, itemsize: int) -> Theory:
+    """The gradients of weights that stages share, to each other stage that has them. `ranks` shard one copy."""
+    sent, messages, named = 0.0, 0, dict(stage.named_parameters())
+    for name, stages in stage.shared.items():
         if name in named and named[name].requires_grad:
-            others = len(ranks) - 1
-            sent, collectives = sent + others * named[name].numel() * itemsize, collectives + others
-    return Theory(collectives, sent)
+            others = len(stages) - 1
+            sent += others * engine.tied_elements(tuple(named[name].shape), rank, ranks) * itemsize
+            messages += others
+    return Theory(messages, sent)

@@ -63,7 +63,7 @@ class Zero1Torch(Engine):
         return self._ddp.synchronize(last)
 
     def reduce_in_backward(
-        self, complete: Collection[Tensor], pending: Collection[Tensor]
+        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
     ) -> AbstractContextManager[None]:
         return self._ddp.reduce_in_backward(complete, pending)
 
