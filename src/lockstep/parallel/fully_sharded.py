@@ -43,10 +43,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.blocks import ShardBy
-from lockstep.parallel.gradient_buffers import GradientBuffers
-from lockstep.parallel.shard_unit import Placement, ShardUnit, State
+from lockstep.parallel.shard_unit import Placement, State
 from lockstep.parallel.sharded_module import CPU, Block, Initialize, ShardedModule, fill_later
-from lockstep.parallel.wrapper import Flags, when_backward_is_over
+from lockstep.parallel.wrapper import when_backward_is_over
 
 
 class Pass(Enum):
@@ -101,9 +100,6 @@ class FullyShardedDataParallel(ShardedModule):
         self._order: list[Block] = []  # as their forward began, in the last pass
         self._order_before: list[Block] = []
         self._cursor = -1  # in the order, whose backward is next: from the last to the first
-        self._in_blocks = {unit for block in self.blocks if not block.is_root for unit in block.units}
-        self._gradient_buffers = GradientBuffers(device, self.group)
-        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
         self._hooks = [hook for block in self.blocks if not block.is_root for hook in self._watch(block)]
 
     @torch.no_grad()
@@ -131,56 +127,27 @@ class FullyShardedDataParallel(ShardedModule):
             theirs.shard.copy_(mine.shard)
         return other.train(self.training)
 
-    def gradient_buffers(self) -> list[Tensor]:
-        """In which unsharded gradients are reduced, two of each dtype in turn."""
-        return self._gradient_buffers.tensors()
-
-    def gathered_bytes(self) -> int:
-        """Memory of the units' unsharded parameters at this moment."""
-        return sum(unit.gathered_bytes for unit in self.units())
-
-    def gathered_sizes(self) -> tuple[int, list[int]]:
-        """Bytes of unsharded parameters: outside the blocks, and of each block."""
-        blocks = [sum(unit.unsharded_bytes for unit in b.units) for b in self.blocks if not b.is_root]
-        return sum(unit.unsharded_bytes for unit in self._outside()), blocks
-
     # ---- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.before_forward()
         self._order_before, self._order = self._order or self._order_before, []
         self._pass = Pass.FORWARD
-        self._follow_freezing()
+        self.follow_freezing()
         for unit in self.units():
             unit.expire()
-        outside = self._outside()
+        outside = self.outside()
         was_whole = [unit.state is State.WHOLE for unit in outside]
         for unit in outside:
             unit.unshard()
-        args, kwargs = self._cast((args, kwargs), self.placement.compute_dtype)
+        args, kwargs = self.cast((args, kwargs), self.placement.compute_dtype)
         outputs = self.module(*args, **kwargs)
         self._cursor = len(self._order) - 1 if torch.is_grad_enabled() else -1
         if not torch.is_grad_enabled():
             for unit, before in zip(outside, was_whole, strict=True):
                 if not before:  # else the backward of an earlier forward needs it
                     unit.reshard()
-        return self.watch_outputs(self._cast(outputs, self.output_dtype))
-
-    def _follow_freezing(self) -> None:
-        """Between two steps the user may have frozen parameters, or unfrozen them."""
-        for unit in self.units():
-            unit.follow_freezing()
-        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
-
-    def _outside(self) -> list[ShardUnit]:
-        """What is whole from forward to backward: all that lies outside the blocks."""
-        return [*(unit for block in self.blocks if block.is_root for unit in block.units), *self.rest]
-
-    def _cast(self, values: Any, dtype: torch.dtype | None) -> Any:
-        if dtype is None:
-            return values
-        flat, shape = tree_flatten(values)
-        return tree_unflatten([v.to(dtype) if _is_float(v) else v for v in flat], shape)
+        return self.watch_outputs(self.cast(outputs, self.output_dtype))
 
     def _watch(self, block: Block) -> tuple[RemovableHandle, RemovableHandle]:
         """Be called before and after the block's forward; weakly, as the module may outlive the wrapper."""
@@ -206,7 +173,7 @@ class FullyShardedDataParallel(ShardedModule):
         block.unshard()
         if self._pass is Pass.FORWARD:  # else it is recomputed, for activation checkpointing
             self._prefetch_in_forward(block)
-        args, kwargs = self._cast((args, kwargs), self.placement.compute_dtype)
+        args, kwargs = self.cast((args, kwargs), self.placement.compute_dtype)
         if not torch.is_grad_enabled():
             return args, kwargs
         flat, shape = tree_flatten((args, kwargs))
@@ -243,7 +210,7 @@ class FullyShardedDataParallel(ShardedModule):
         if self._pass is Pass.FORWARD:
             self._pass = Pass.BACKWARD
             when_backward_is_over(self._end_backward)  # under no_sync too, where no round is closed
-        for unit in self._outside():
+        for unit in self.outside():
             unit.unshard()  # still whole, unless another backward has come in between
 
     def _before_backward_of(self, block: Block) -> None:
@@ -273,13 +240,10 @@ class FullyShardedDataParallel(ShardedModule):
         """The gradients with respect to the block's inputs are ready, so its parameters' are too."""
         for unit in block.units:
             if unit.trainable and self._synchronizing:
-                self._reduce(unit)
+                self.reduce(unit)
         block.reshard()
         if 0 <= self._cursor < len(self._order) and self._order[self._cursor] is block:
             self._cursor -= 1
-
-    def _reduce(self, unit: ShardUnit) -> None:
-        unit.issue_reduce(self._gradient_buffers.take(unit))
 
     # ---- when backward is over -------------------------------------------------------------------------------
 
@@ -298,31 +262,6 @@ class FullyShardedDataParallel(ShardedModule):
             self._pass = Pass.FORWARD
         for unit in self.units():
             unit.reshard()
-
-    def close_round(self) -> None:
-        """Bring every rank its pieces of the mean, added to what earlier rounds since `zero_grad` brought.
-
-        What was reduced during backward is waited for, the rest is reduced now: units whose inputs need no gradient,
-        and those that no loss depends on. A unit that computed after it was reduced (re-entrant checkpointing) has late
-        gradients: as long as any rank has such, all go another round.
-        """
-        units = self.trained_units()
-        late = True
-        while late:
-            for unit in reversed(units):
-                if not unit.reduced:
-                    self._reduce(unit)
-            late_here = any(unit.has_gradients() for unit in units)
-            used_here = [used for unit in units for used in unit.used]
-            flags = Flags(used_here, late_here, self.placement.device, self.group)
-            for unit in units:
-                unit.finish_reduce()
-                unit.reduced = False
-            used, late = flags.read()
-        position = 0
-        for unit in units:
-            unit.hand_over(used[position : position + len(unit.used)])
-            position += len(unit.used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops a round that was begun and not closed, on every rank alike."""
@@ -355,10 +294,6 @@ class _EndOfBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.wrapper._after_backward_of(ctx.block)
         return None, None, *gradients
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _device_of(module: nn.Module) -> torch.device:

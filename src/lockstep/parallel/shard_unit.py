@@ -114,6 +114,8 @@ class ShardUnit:
         """Its reduction has been issued since all were last waited for."""
         self.gradient: Tensor | None = None
         """This rank's part of the mean gradient, in the parameters' own dtype."""
+        self._wide: dict[int, Tensor] = {}
+        """Unsharded gradients of earlier passes, in `reduce_dtype`, where that is wider than what is computed in."""
         self._reduction: Reduction | None = None
         self._mean_is_kept = False
         """`gradient` has a mean of this round, which is not handed over yet: another one is added to it."""
@@ -249,7 +251,21 @@ class ShardUnit:
 
     def has_gradients(self) -> bool:
         """Whole ones, that have not been reduced."""
-        return any(self.bodies[i].grad is not None for i in self.trainable)
+        return any(self.unreduced(i) is not None for i in self.trainable)
+
+    def unreduced(self, index: int) -> Tensor | None:
+        """A parameter's unsharded gradient."""
+        return self._wide.get(index, self.bodies[index].grad)
+
+    @torch.no_grad()
+    def widen(self, index: int) -> None:
+        """Add a gradient to those of earlier passes in `reduce_dtype`: sums of many would lose too much in bf16."""
+        gradient, self.bodies[index].grad = self.bodies[index].grad, None
+        assert gradient is not None
+        if index in self._wide:
+            self._wide[index].add_(gradient)
+        else:
+            self._wide[index] = gradient.to(self.reduce_dtype)
 
     @torch.no_grad()
     def issue_reduce(self, buffer: Tensor) -> None:
@@ -260,7 +276,7 @@ class ShardUnit:
             self._forget_zeroed(all_of_it=not accumulates)
         buffer = buffer[: self.layout.length]
         for index, view in enumerate(self.layout.views(buffer)):
-            gradient = self.bodies[index].grad
+            gradient = self.unreduced(index)
             if gradient is None:
                 view.zero_()
                 continue
@@ -270,6 +286,7 @@ class ShardUnit:
                 view.copy_(dense(gradient))
             self.bodies[index].grad = None
             self.used[index] = True
+        self._wide.clear()
         self.reduced = True
         target = buffer if self.replicated else self._target_of_reduction(accumulates)
         with about(self.name):
@@ -353,6 +370,7 @@ class ShardUnit:
         """Drop them and their memory."""
         self.finish_reduce()
         self.gradient, self._mean_is_kept, self.reduced = None, False, False
+        self._wide.clear()
         for body, parameter in zip(self.bodies, self.parameters, strict=True):
             body.grad = parameter.grad = None
 

@@ -4,8 +4,7 @@
     unit    its parameters of one dtype, trained and frozen apart, end to end in one buffer (`shard_unit.py`)
     rest    units of what lies outside every block, or in two of them: every rank holds all of it
 
-`fully_sharded.py` says when which unit is gathered and reduced; here nothing is sent but at the start, and where
-somebody asks for whole tensors.
+`fully_sharded.py` and `sharded_stage.py` (for pipelines) say when which unit is gathered and reduced.
 """
 
 import copy
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import broadcast
@@ -22,9 +22,10 @@ from lockstep.errors import UserError
 from lockstep.layout.group import Group
 from lockstep.layout.region import Region
 from lockstep.parallel.blocks import ShardBy, chosen_blocks
+from lockstep.parallel.gradient_buffers import GradientBuffers
 from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.shard_unit import Owner, Placement, ShardUnit
-from lockstep.parallel.wrapper import GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
+from lockstep.parallel.wrapper import Flags, GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
 
 CPU = torch.device("cpu")
 OUTSIDE = "outside the blocks"
@@ -80,6 +81,9 @@ class ShardedModule(GradientWrapper):
         for submodule in module.modules():
             self._give_buffers(submodule)
         broadcast_buffers(module, group)
+        self._in_blocks = {unit for block in self.blocks if not block.is_root for unit in block.units}
+        self._gradient_buffers = GradientBuffers(placement.device, group)
+        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
 
     def _make_units(self, shard: ShardBy | None, initialize: Initialize) -> None:
         chosen = dict(chosen_blocks(self.module, shard))
@@ -156,6 +160,74 @@ class ShardedModule(GradientWrapper):
     def trained_units(self) -> list[ShardUnit]:
         return [unit for unit in self.units() if unit.trainable]
 
+    def outside(self) -> list[ShardUnit]:
+        """What is whole from forward to backward: all that lies outside the blocks."""
+        return [*(unit for block in self.blocks if block.is_root for unit in block.units), *self.rest]
+
+    def follow_freezing(self) -> None:
+        """Between two steps the user may have frozen parameters, or unfrozen them."""
+        for unit in self.units():
+            unit.follow_freezing()
+        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
+
+    def cast(self, values: Any, dtype: torch.dtype | None) -> Any:
+        """Every floating-point tensor among them to `dtype`, if there is one."""
+        if dtype is None:
+            return values
+        flat, shape = tree_flatten(values)
+        floats = (isinstance(v, Tensor) and v.is_floating_point() for v in flat)
+        return tree_unflatten([v.to(dtype) if so else v for v, so in zip(flat, floats, strict=True)], shape)
+
+    # ---- reductions ------------------------------------------------------------------------------------------
+
+    def reduce(self, unit: ShardUnit) -> None:
+        """Issue it."""
+        unit.issue_reduce(self._gradient_buffers.take(unit))
+
+    def reduction_order(self) -> list[ShardUnit]:
+        """In which units that backward has not reduced are, on all ranks."""
+        return self.trained_units()[::-1]
+
+    def close_round(self) -> None:
+        """Bring every rank its pieces of the mean, added to what earlier rounds since `zero_grad` brought.
+
+        What was reduced during backward is waited for, the rest is reduced now: units whose inputs need no gradient,
+        and those that no loss depends on. A unit that computed after it was reduced (re-entrant checkpointing) has late
+        gradients: as long as any rank has such, all go another round.
+        """
+        units = self.trained_units()
+        late = True
+        while late:
+            for unit in self.reduction_order():
+                if not unit.reduced:
+                    self.reduce(unit)
+            late_here = any(unit.has_gradients() for unit in units)
+            used_here = [used for unit in units for used in unit.used]
+            flags = Flags(used_here, late_here, self.placement.device, self.group)
+            for unit in units:
+                unit.finish_reduce()
+                unit.reduced = False
+            used, late = flags.read()
+        position = 0
+        for unit in units:
+            unit.hand_over(used[position : position + len(unit.used)])
+            position += len(unit.used)
+
+    # ---- what is held ----------------------------------------------------------------------------------------
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """In which unsharded gradients are reduced, two of each dtype in turn."""
+        return self._gradient_buffers.tensors()
+
+    def gathered_bytes(self) -> int:
+        """Memory of the units' unsharded parameters at this moment."""
+        return sum(unit.gathered_bytes for unit in self.units())
+
+    def gathered_sizes(self) -> tuple[int, list[int]]:
+        """Bytes of unsharded parameters: outside the blocks, and of each block."""
+        blocks = [sum(unit.unsharded_bytes for unit in b.units) for b in self.blocks if not b.is_root]
+        return sum(unit.unsharded_bytes for unit in self.outside()), blocks
+
     def unfilled_copy(self, memo: dict[int, Any], hooks: Iterable[RemovableHandle]) -> nn.Module:
         """The module without its weights (on the meta device) and without these hooks, for a wrapper of its own."""
         for unit in self.units():
@@ -214,7 +286,7 @@ class ShardedModule(GradientWrapper):
         names = self._names()
         for unit in self.trained_units():
             for index in unit.trainable:
-                yield names[unit.parameters[index]][0], unit.bodies[index].grad
+                yield names[unit.parameters[index]][0], unit.unreduced(index)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by name, of the parameters that have one. For looking at: training never needs them."""

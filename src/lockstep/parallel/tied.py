@@ -5,7 +5,7 @@ passes are over, and waits for the others' from the beginning of its last pass o
 flight while the first stage still computes, and only the first stage's own gradient is waited for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from lockstep.parallel.stage import Stage
 class TiedGradients:
     """Of one rank's stage, for one step after the other."""
 
-    def __init__(self, stage: Stage, group: Group) -> None:
+    def __init__(self, stage: Stage, group: Group, gradient_of: Callable[[nn.Parameter], Tensor] | None = None) -> None:
+        """`gradient_of`: what to sum in place, where it is not `p.grad`."""
         self.stage, self.group = stage, group
+        self.gradient_of = gradient_of or gradient_or_zeros
         self._received: dict[tuple[str, int], tuple[Tensor, Pending]] = {}
         self._sent: list[tuple[Tensor, Pending]] = []
 
@@ -36,7 +38,7 @@ class TiedGradients:
             return
         for name, parameter in self.parameters():
             for other in self._others(name):
-                gradient = torch.empty_like(local(parameter), memory_format=torch.contiguous_format)
+                gradient = torch.empty_like(self.gradient_of(parameter), memory_format=torch.contiguous_format)
                 with about(f"tied {name}"):
                     self._received[name, other] = gradient, recv_async(gradient, other, self.group, purpose="gradients")
 
@@ -44,9 +46,7 @@ class TiedGradients:
     def send(self) -> None:
         """Issue the sends of this stage's own gradients, zeros where there is none."""
         for name, parameter in self.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            mine = local(parameter.grad).contiguous()
+            mine = self.gradient_of(parameter).contiguous()
             with about(f"tied {name}"):
                 for other in self._others(name):
                     self._sent.append((mine, send_async(mine, other, self.group, purpose="gradients")))
@@ -58,8 +58,7 @@ class TiedGradients:
             pending.wait()
         self._sent = []
         for name, parameter in self.parameters():
-            assert parameter.grad is not None, "it has been sent"
-            mine = local(parameter.grad)
+            mine = self.gradient_of(parameter)
             parts = [mine if r == self.group.rank else self._take(name, r) for r in self.stage.shared[name]]
             mine.copy_(torch.stack(parts).sum(0) if len(parts) > 2 else parts[0] + parts[1])
 
@@ -70,3 +69,10 @@ class TiedGradients:
 
     def _others(self, name: str) -> list[int]:
         return [rank for rank in self.stage.shared[name] if rank != self.group.rank]
+
+
+def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local(parameter.grad)

@@ -21,6 +21,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held, Layout
 from lockstep.layout.region import region_of
 from lockstep.models.loss import Measure
+from lockstep.parallel.tied import gradient_or_zeros
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.options import Options
 from lockstep.strategies.theory import ModelSizes, Shape, Theory
@@ -184,6 +185,10 @@ class Engine(ABC):
     def reduce_rest(self) -> None:
         """When a pipeline's passes are over: reduce what `reduce_in_backward` has not, and wait for all of it."""
         self.finish_gradients()
+
+    def accumulated_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """What a stage's passes have added up, as `sum_tied_last` has it reduced or not; zeros where there is none."""
+        return gradient_or_zeros(parameter)
 
     def release(self) -> None:
         """After forward passes of a pipeline that have no backward: release what they have gathered."""

@@ -1,6 +1,6 @@
 """ZeRO stage 3 by hand. Units are the model's blocks; what lies outside them is a unit of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
@@ -15,6 +15,7 @@ from lockstep.layout import Held
 from lockstep.parallel.blocks import blocks_of
 from lockstep.parallel.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.sharded_module import fill_later
+from lockstep.parallel.sharded_stage import ShardedStage, stage_names
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, gather_factor, padded
@@ -29,10 +30,9 @@ class FullySharded(Engine):
     variants = ("SHARD_GRAD_OP",)
     shardings = ("FULL_SHARD", "SHARD_GRAD_OP")
     offloads = ("cpu",)
-    model_axes = ("cp", "tp")
     fills_parts = True
     casts = True
-    module: FullyShardedDataParallel
+    module: FullyShardedDataParallel | ShardedStage
 
     @classmethod
     def variant(cls, parallel: Parallel, option: str) -> Parallel | None:
@@ -40,20 +40,20 @@ class FullySharded(Engine):
 
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
-        twice = parallel.sharding == "FULL_SHARD"
+        twice = gathers_twice(parallel)
         ahead = ("--parallel.prefetch 2 (gathers further ahead)",) if parallel.prefetch < 2 else ()
         return Facts(
             says="parameters sharded too: a block is whole only while it computes",
             sends="3Ψ(n-1)/n" if twice else "2Ψ(n-1)/n",
             divides=(True, True, True),
-            sends_every_micro_batch=True,
+            sends_every_micro_batch=parallel.pp == 1,
             advice=(*ahead, GATHER_ONCE) if twice else ahead,
         )
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
         """Blocks: gathered for forward and for backward, and reduced; the rest: gathered once, and reduced."""
-        times = 2 if parallel.sharding == "FULL_SHARD" else 1
+        times = 2 if gathers_twice(parallel) else 1
         units = [(times, [prod(shape) for shape in block]) for block in sizes.blocks]
         units += [(1, [prod(shape) for shape in sizes.outside])] if sizes.outside else []
         sent = 0.0
@@ -66,19 +66,22 @@ class FullySharded(Engine):
     def wrap(self, stage: nn.Module) -> None:
         self.model = stage
         blocks = {block for _, block in blocks_of(stage)}
-        self.module = FullyShardedDataParallel(
-            stage,
-            shard=lambda module: module in blocks or module is stage,
-            compute_dtype=self.options.compute_dtype,
-            reduce_dtype=torch.float32 if self.parallel.reduce_dtype == "fp32" else None,
-            output_dtype=None,  # the loss computes in fp32 whatever it is given
-            process_group=self.layout.gradient,
-            reshard_after_forward=self.parallel.sharding == "FULL_SHARD",
-            prefetch=self.parallel.prefetch,
-            device=self.layout.world.device,
-            offload=self.parallel.offload == "cpu",
-            initialize=fill_later,
-        )
+        options: dict[str, Any] = {
+            "shard": lambda module: module in blocks or module is stage,
+            "compute_dtype": self.options.compute_dtype,
+            "reduce_dtype": torch.float32 if self.parallel.reduce_dtype == "fp32" else None,
+            "process_group": self.layout.gradient,
+            "prefetch": self.parallel.prefetch,
+            "device": self.layout.world.device,
+            "offload": self.parallel.offload == "cpu",
+            "initialize": fill_later,
+        }
+        if self.parallel.pp > 1:
+            self.module = ShardedStage(stage, **options)
+        else:
+            reshard = self.parallel.sharding == "FULL_SHARD"
+            # No output dtype: the loss computes in fp32 whatever it is given.
+            self.module = FullyShardedDataParallel(stage, output_dtype=None, reshard_after_forward=reshard, **options)
         self.optimizer = self.options.make_optimizer(self.trainable())
 
     def keep_own_gradients(self) -> AbstractContextManager[None]:
@@ -86,6 +89,18 @@ class FullySharded(Engine):
 
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()  # gradients are never whole: those of each micro-batch are reduced at once
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
+
+    def reduce_in_backward(
+        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
+    ) -> AbstractContextManager[None]:
+        return self.module.last_backward(complete, pending)
+
+    def accumulated_gradient(self, parameter: nn.Parameter) -> Tensor:
+        assert isinstance(self.module, ShardedStage)
+        return self.module.accumulated_gradient(parameter)
 
     def zero_gradients(self) -> None:
         self.module.zero_grad()
@@ -97,7 +112,8 @@ class FullySharded(Engine):
         return called_with(self.module, inputs)
 
     def held(self) -> dict[str, Held]:
-        return {name: Held(parameter, region) for name, parameter, region in self.module.held()}
+        held = stage_names(self.model, self.module.held())
+        return {name: Held(parameter, region) for name, parameter, region in held}
 
     def gathered_bytes(self) -> int:
         return self.module.gathered_bytes()
@@ -110,3 +126,8 @@ class FullySharded(Engine):
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         return self.module.unreduced_gradients()
+
+
+def gathers_twice(parallel: Parallel) -> bool:
+    """For forward and again for backward; in a pipeline once per step."""
+    return parallel.sharding == "FULL_SHARD" and parallel.pp == 1

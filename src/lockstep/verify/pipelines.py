@@ -29,7 +29,7 @@ from lockstep.parallel.schedule import PASSES, Instruction
 from lockstep.parallel.schedule_clock import Costs, most_held, timetable
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.pipeline import PipelineWorker
-from lockstep.verify.structure import Products, alive
+from lockstep.verify.structure import Products, Watch, alive, gather_laws
 
 LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
 MESSAGES_IN_FLIGHT = 2
@@ -112,7 +112,8 @@ def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
     *before, last = batches
     for batch in before:
         strategy.step(batch)
-    with Executed(worker) as executed:
+    watch = Watch(strategy)
+    with Executed(worker) as executed, watch.watching():
         strategy.step(last)
     group, placement = worker.group, worker.placement
     everyone: list[list[Instruction]] = all_gather_objects(executed.instructions, group)
@@ -142,7 +143,7 @@ def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
             f"schedule: the weights' passes compute {executed.products_of_weights} products, and the {layers} linear "
             f"layers of {m} micro-batches have {layers * m}"
         )
-    return [*broken, *_reductions(strategy, executed)]
+    return [*broken, *_reductions(strategy, executed), *gather_laws(strategy, watch)]
 
 
 def _reductions(strategy: ParallelModel, executed: Executed) -> Iterator[str]:

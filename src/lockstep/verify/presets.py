@@ -16,7 +16,7 @@ AXES_AT_2 = (
 AT_4 = (
     *("bucketed", "zero1", "zero3", "fsdp+HYBRID_SHARD"),
     *("single,tp=4", "bucketed,cp=4", "single,pp=4:zb-h1"),
-    *("zero3,tp=2:sequence", "zero3,cp=2", "zero2,pp=2:1f1b", "fsdp,pp=2:1f1b", "bucketed,tp=2"),
+    *("zero3,tp=2:sequence", "zero3,cp=2", "zero2,pp=2:1f1b", "zero3,pp=2:1f1b", "fsdp,pp=2:zb-h1", "bucketed,tp=2"),
 )
 """What is invisible at two ranks: a third hop, a third rank's norm, shared heads; and an axis beside another."""
 AT_8 = ("zero1,pp=2:zb-h1,tp=2:sequence",)
@@ -32,6 +32,7 @@ HYBRIDS: Matrix = {
         *("single,tp=4", "single,pp=4:zb-h1", "bucketed,cp=4", "zero3,tp=2", "zero3,tp=2:sequence", "fsdp,tp=2"),
         *("fsdp,tp=2:native", "fsdp,tp=2:sequence:native"),
         *("ddp,pp=2:1f1b", "ddp,pp=2:interleaved", "zero2,pp=2:1f1b", "fsdp,pp=2:1f1b", "zero1_torch,pp=2:gpipe"),
+        *("zero3,pp=2:zb-v", "fsdp,pp=2:interleaved", "fsdp,pp=2:zb-v"),
         *("zero3,cp=2", "zero3,cp=2:ulysses", "fsdp,cp=2", "local_sgd,tp=2", "bucketed+topk,tp=2", "naive,pp=2:zb-v"),
     ],
     8: [

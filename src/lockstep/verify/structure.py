@@ -137,7 +137,7 @@ def check_structure(strategy: ParallelModel, batches: list[Any]) -> list[str]:
         return []
     broken = [*_parameters_in_flight(strategy, in_flight, left, blocks)]
     broken += _gradients(strategy, blocks)
-    broken += _gathers(strategy, watch, blocks)
+    broken += gather_laws(strategy, watch)
     broken += _tensor(strategy, products, blocks)
     broken += _memory(strategy)
     if strategy.options.recompute == "full" and any(p.inside and p.inside[0] for p in blocks):
@@ -190,8 +190,10 @@ def _parameters_in_flight(
         yield f"overlap: all {before} all-gathers of parameters are waited for before {blocks[0].name} begins"
 
 
-def _gathers(strategy: ParallelModel, watch: Watch, blocks: list[Passage]) -> Iterator[str]:
+def gather_laws(strategy: ParallelModel, watch: Watch) -> Iterator[str]:
+    """Those that a step has broken: the next block is gathered ahead, and no more than needed is unsharded."""
     engine, parallel = strategy.engine, strategy.parallel
+    blocks = [p for p in watch.passages.values() if p.begins]
     if not engine.gathers_ahead or strategy.layout.gradient.size == 1:
         return
     gathers = [e for e in strategy.ledger.of("parameters") if e.operation == "all_gather"]
@@ -199,7 +201,7 @@ def _gathers(strategy: ParallelModel, watch: Watch, blocks: list[Passage]) -> It
         if not any(e.subject == following.name and e.issued < block.ends[0] for e in gathers):  # type: ignore[operator]
             yield f"prefetch: {following.name} is not being gathered when the forward of {block.name} ends"
             return
-    twice = parallel.sharding == "FULL_SHARD"
+    twice = parallel.sharding == "FULL_SHARD" and parallel.pp == 1
     for following, block in pairwise(blocks) if twice else ():
         issued = [e for e in gathers if e.subject == following.name and e.issued > block.ends[0]]  # type: ignore[operator]
         reduced = [e.issued for e in strategy.ledger.of("gradients") if e.subject == block.name]

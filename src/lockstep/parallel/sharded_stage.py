@@ -1,0 +1,162 @@
+"""ZeRO stage 3 for a stage of a pipeline: gathered once per step, kept for all micro-batches, reduced once.
+
+Micro-batches follow each other through the same blocks. To gather a block for each of them, and to reduce its gradients
+after each, would send as much as the micro-batches are many. So, per step:
+
+1. the first forward pass of a block gathers it (Ψ(n-1)/n bytes over all blocks), and the next one meanwhile
+2. parameters stay unsharded, and gradients accumulate unsharded (in `reduce_dtype`), until the last backward pass
+3. in the last pass that adds to a unit's gradients, the unit is reduce-scattered as soon as it is complete (Ψ(n-1)/n)
+4. `finish_gradient_synchronization` reduces the rest, waits for all of it, and releases the unsharded parameters
+
+2Ψ(n-1)/n in all, as ZeRO 1 and 2. Between steps a rank holds its n-th of parameters and optimizer state; during a step
+it also holds the stage's unsharded parameters and gradients.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.layout.group import GroupLike, group_of
+from lockstep.parallel.blocks import ShardBy
+from lockstep.parallel.shard_unit import Placement, ShardUnit, State
+from lockstep.parallel.sharded_module import CPU, Block, Initialize, ShardedModule
+
+
+class ShardedStage(ShardedModule):
+    """Wraps a stage; call it like the stage, under `no_sync` or `last_backward`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shard: ShardBy | None,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        process_group: GroupLike = None,
+        prefetch: int = 1,
+        offload: bool = False,
+        initialize: Initialize | None = None,
+    ) -> None:
+        """As `FullyShardedDataParallel`'s."""
+        placement = Placement(device, CPU if offload else device, compute_dtype, reduce_dtype)
+        super().__init__(module, shard, group_of(process_group, "shard"), placement, initialize, manual=True)
+        self.prefetch = prefetch
+        self._in_step = False
+        """Since the first forward pass that trains, until gradients are reduced."""
+        self._sequence = [block for block in self.blocks if not block.is_root]
+        self._order: list[ShardUnit] = []
+        self._issued = 0  # reductions of this step: always those of the first units
+        self._missing: dict[ShardUnit, set[Tensor]] = {}
+        self._places: dict[Tensor, tuple[ShardUnit, int]]
+        self._places = {body: (unit, i) for unit in self.units() for i, body in enumerate(unit.bodies)}
+        self._watched: set[Tensor] = set()
+        for block in self._sequence:
+            block.module.register_forward_pre_hook(self._before_block(block), prepend=True, with_kwargs=True)
+            block.module.register_forward_hook(self._after_block(block))
+
+    # ---- forward ---------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.before_forward()
+        if torch.is_grad_enabled() and not self._in_step:
+            self._begin_step()
+        outside = self.outside()
+        was_whole = [unit.state is State.WHOLE for unit in outside]
+        for unit in outside:
+            unit.unshard()
+        args, kwargs = self.cast((args, kwargs), self.placement.compute_dtype)
+        outputs = self.module(*args, **kwargs)
+        for unit, before in zip(outside, was_whole, strict=True):
+            if not torch.is_grad_enabled() and not before:
+                unit.reshard()
+        return outputs
+
+    def _begin_step(self) -> None:
+        self._in_step, self._issued = True, 0
+        self.follow_freezing()
+        outside = self.outside()  # with what stages share, whose gradients are complete last
+        blocks = [unit for block in reversed(self._sequence) for unit in block.units]
+        self._order = [unit for unit in (*blocks, *outside) if unit.trainable]
+        self._missing = {unit: {unit.bodies[i] for i in unit.trainable} for unit in self._order}
+        for unit in self._order:
+            for index in unit.trainable:
+                self._watch_gradient(unit, index)
+
+    def _watch_gradient(self, unit: ShardUnit, index: int) -> None:
+        body = unit.bodies[index]
+        if body in self._watched:
+            return
+        self._watched.add(body)
+        if unit.reduce_dtype != unit.dtype:
+            body.register_post_accumulate_grad_hook(lambda _: unit.widen(index))
+        self.watch(body)
+
+    def _before_block(self, block: Block) -> Any:
+        """Weak references are not needed: a stage and its wrapper are one."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            block.was_whole = block.units[0].state is State.WHOLE
+            block.unshard()
+            start = self._sequence.index(block) + 1
+            for following in self._sequence[start : start + self.prefetch] if torch.is_grad_enabled() else ():
+                following.prefetch()
+            return self.cast((args, kwargs), self.placement.compute_dtype)
+
+        return before
+
+    def _after_block(self, block: Block) -> Any:
+        def after(_: nn.Module, args: Any, outputs: Any) -> None:
+            if not torch.is_grad_enabled() and not block.was_whole and not self._in_step:
+                block.reshard()
+
+        return after
+
+    # ---- backward --------------------------------------------------------------------------------------------
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Units are reduced in one order on all ranks, whatever order their gradients are complete in."""
+        unit, _ = self._places[parameter]
+        self._missing[unit].discard(parameter)
+        while self._issued < len(self._order) and not self._missing[self._order[self._issued]]:
+            self.reduce(self._order[self._issued])
+            self._issued += 1
+
+    def reduction_order(self) -> list[ShardUnit]:
+        return self._order
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Make every `p.grad` this rank's piece of the mean, and release what is unsharded."""
+        super().finish_gradient_synchronization()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._in_step = False
+        for unit in self.units():
+            unit.reshard()
+
+    def accumulated_gradient(self, parameter: Tensor) -> Tensor:
+        """Unsharded, as it is before the reduction; zeros where there is none yet."""
+        unit, index = self._places[parameter]
+        if unit.unreduced(index) is None:
+            unit.bodies[index].grad = torch.zeros_like(unit.bodies[index])
+        gradient = unit.unreduced(index)
+        assert gradient is not None
+        return gradient
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the module's; also drops a step that was begun and not finished."""
+        self._round_is_open = self._forward_ran = False
+        if self._in_step:
+            self._end_step()
+        for unit in self.units():
+            unit.forget_gradients()
+        super().zero_grad(set_to_none)
+
+
+def stage_names(stage: nn.Module, held: Iterator[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """What a stage holds, a tied parameter under its first name in the whole model."""
+    first: dict[str, str] = getattr(stage, "first_names", {})
+    yield from ((first.get(name, name), parameter, region) for name, parameter, region in held)
