@@ -1,7 +1,7 @@
 """Writes the live pages of the site into docs/_live, from the code itself; `make docs` calls it.
 
     ring.html        all-reduces turn by turn: comm/algorithms.py's run here, over queues in place of a network
-    overlap.html     buckets beside backward, by parallel/bucket.py's way of filling them
+    overlap.html     buckets beside backward, by parallel/data/bucket.py's way of filling them
     schedules.html   pipeline schedules, as lockstep schedule draws them
     zero.html        what a rank holds at each ZeRO stage, by the planner
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.algorithms import ALGORITHMS
-from lockstep.parallel.bucket import assign_buckets
-from lockstep.parallel.schedule import pipeline_schedule, placement_of
-from lockstep.parallel.schedule_clock import Costs, timetable
+from lockstep.parallel.data.bucket import assign_buckets
+from lockstep.parallel.pipeline.schedule import pipeline_schedule, placement_of
+from lockstep.parallel.pipeline.timetable import Costs, timetable
 from lockstep.plan.known import known_model
 from lockstep.plan.layout import Layout
 from lockstep.plan.machine import parse_cluster

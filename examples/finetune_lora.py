@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 import lockstep
 from lockstep.config import HF
+from lockstep.models.blocks import blocks_of
 from lockstep.models.hf import build_hf
 from lockstep.models.lora import add_lora
-from lockstep.parallel.blocks import blocks_of
 
 
 def sharded(model: nn.Module, shard: str) -> nn.Module:

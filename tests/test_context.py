@@ -10,8 +10,8 @@ from torch import Tensor
 from lockstep import UserError, gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.layout.world import World
-from lockstep.parallel import attention_block
-from lockstep.parallel.context import positions_of
+from lockstep.parallel.context import attention_block
+from lockstep.parallel.context.context_parallel import positions_of
 from tests.ranks import on_ranks, refused
 
 WAYS = {"ring": ring_attention, "ulysses": ulysses_attention}

@@ -15,7 +15,7 @@ from lockstep.comm.collectives import all_reduce
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import Parallel
 from lockstep.layout.world import World
-from lockstep.parallel.bucket import assign_buckets
+from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.verify.laws import check_law
 from tests.ranks import on_ranks
 

@@ -236,7 +236,7 @@ def traps_on_a_rank(world: World) -> dict[tuple[str, str], float]:
 def traps_as_on_gpus(world: World) -> dict[tuple[str, str], float]:
     """The hosts tell each other, rather than read it in the last bucket."""
     elsewhere = torch.device("meta")
-    with patch("lockstep.parallel.data_parallel.flag_device", return_value=elsewhere) as asked:
+    with patch("lockstep.parallel.data.data_parallel.flag_device", return_value=elsewhere) as asked:
         outcome = traps_on_a_rank(world)
     assert asked.called
     return outcome

@@ -11,9 +11,14 @@ from lockstep import ring_attention, shard_sequence
 from lockstep.data import build_data, read_share
 from lockstep.layout.group import group_of
 from lockstep.layout.world import World
-from lockstep.parallel.attention_block import attention_block, attention_block_backward, backward_by_hand, has_flash
-from lockstep.parallel.messages import directions
-from lockstep.parallel.parallel_products import halves
+from lockstep.parallel.context.attention_block import (
+    attention_block,
+    attention_block_backward,
+    backward_by_hand,
+    has_flash,
+)
+from lockstep.parallel.pipeline.messages import directions
+from lockstep.parallel.tensor.parallel_products import halves
 from lockstep.training.prepare import prepare_strategy
 from lockstep.verify import Request, verify
 from lockstep.verify.pipelines import Executed

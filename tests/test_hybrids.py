@@ -14,8 +14,9 @@ from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout import Region
 from lockstep.layout.world import World
 from lockstep.models import build_model
-from lockstep.parallel import context, parallel_products
-from lockstep.parallel.tied import TiedGradients
+from lockstep.parallel.context import context_parallel as context
+from lockstep.parallel.pipeline.tied import TiedGradients
+from lockstep.parallel.tensor import parallel_products
 from lockstep.strategies import strategy_name, strategy_named
 from lockstep.strategies.pipeline import PipelineWorker
 from lockstep.training.prepare import load_data, prepare_strategy

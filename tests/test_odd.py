@@ -14,7 +14,7 @@ from lockstep.config import load_config
 from lockstep.data.own import drawn_alike
 from lockstep.errors import UserError
 from lockstep.layout.world import World
-from lockstep.parallel.propose import proposed_plan
+from lockstep.parallel.tensor.propose import proposed_plan
 from lockstep.strange import json_of, shown
 from lockstep.strategies.tensor import check_tensor
 from lockstep.training.prepare import load_data

@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Held
 from lockstep.layout.group import Group, group_of, shared_group
 from lockstep.layout.world import World
-from lockstep.parallel.data_parallel import Sync
+from lockstep.parallel.data.data_parallel import Sync
 from lockstep.parallel.holding import held_by
 from lockstep.strategies.state import gathered
 from tests.ranks import on_ranks, refused

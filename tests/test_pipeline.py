@@ -15,7 +15,7 @@ from lockstep.config import GPT
 from lockstep.data import DataSpec
 from lockstep.layout.world import World
 from lockstep.models import build_model
-from lockstep.parallel.balance import even_cuts
+from lockstep.parallel.pipeline.balance import even_cuts
 from tests.ranks import on_ranks, refused
 
 SCHEDULES = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}

@@ -17,7 +17,7 @@ from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.models.lora import add_lora, merge_lora
 from lockstep.models.loss import loss_for
-from lockstep.parallel.recompute import recompute
+from lockstep.models.recompute import recompute
 from lockstep.strategies import Options, available_strategies
 from lockstep.strategies.deepspeed_inference import through_deepspeed
 from lockstep.strategies.deepspeed_settings import deepspeed_settings, zero_settings

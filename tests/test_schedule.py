@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import UserError, pipeline_schedule
-from lockstep.parallel.schedule import SCHEDULES, Instruction, placement_of
-from lockstep.parallel.schedule_clock import Costs, Timetable, most_held, timetable
+from lockstep.parallel.pipeline.schedule import SCHEDULES, Instruction, placement_of
+from lockstep.parallel.pipeline.timetable import Costs, Timetable, most_held, timetable
 
 
 def clocked(name: str, p: int, m: int, v: int = 1) -> Timetable:

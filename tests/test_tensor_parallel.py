@@ -18,7 +18,7 @@ from lockstep.layout.region import region_of
 from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.models.lora import add_lora
-from lockstep.parallel.recompute import recompute
+from lockstep.models.recompute import recompute
 from tests.ranks import LONG, on_ranks, refused
 
 LLAMA = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu"}

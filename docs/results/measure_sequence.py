@@ -15,7 +15,7 @@ from lockstep.comm.hosts import hosts_meet
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.models.gpt import Block, Positions, Shape
-from lockstep.parallel import parallel_products
+from lockstep.parallel.tensor import parallel_products
 
 PLAN = {"0": "vocab", "*.qkv": "column", "*.output": "row", "*.up": "column", "*.down": "row"}
 TOGETHER = parallel_products.halves

@@ -28,7 +28,7 @@ from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment
 from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link
 from lockstep.models import on_meta, parameter_count
-from lockstep.parallel.blocks import blocks_of
+from lockstep.models.blocks import blocks_of
 from lockstep.plan.trace import spec_without_data
 from lockstep.strategies import STRATEGIES, check_parallel, degrees_of
 from lockstep.strategies.combining import check_cuts

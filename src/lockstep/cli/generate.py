@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.models import build_model
-from lockstep.parallel.tensor import tensor_parallel
+from lockstep.parallel.tensor.tensor_parallel import tensor_parallel
 from lockstep.strategies.deepspeed_inference import check_shares_no_heads, through_deepspeed
 from lockstep.strategies.tensor import check_tensor
 from lockstep.training.export import load_config_and_spec, load_model

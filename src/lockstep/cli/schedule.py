@@ -15,8 +15,8 @@ from lockstep.cli.tables import console
 from lockstep.config.shipped import is_config
 from lockstep.errors import UserError
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.parallel.schedule import SCHEDULES, pipeline_schedule, placement_of
-from lockstep.parallel.schedule_clock import Costs, Timetable, most_held, timetable
+from lockstep.parallel.pipeline.schedule import SCHEDULES, pipeline_schedule, placement_of
+from lockstep.parallel.pipeline.timetable import Costs, Timetable, most_held, timetable
 from lockstep.schedule.draw import as_text, draw, legend
 from lockstep.schedule.measure import measure, measure_config
 from lockstep.schedule.page import write_page

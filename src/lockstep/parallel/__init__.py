@@ -1,21 +1,30 @@
-"""The mechanisms by hand: each in one file that reads from top to bottom, usable in anybody's own loop."""
+"""The mechanisms by hand, a folder each: data, zero, tensor, pipeline, context. Usable in a user's own loop.
+
+Begin with `data/data_parallel.py`, `zero/fully_sharded.py`, `tensor/parallel_linear.py`, `pipeline/schedule.py` and
+`context/context_parallel.py`. `gradient_norm.py`, `holding.py` and `guards.py` are about all of them.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.parallel.context import gather_sequence, ring_attention, shard_sequence, ulysses_attention
-    from lockstep.parallel.data_parallel import DataParallel
-    from lockstep.parallel.fully_sharded import FullyShardedDataParallel
+    from lockstep.parallel.context.context_parallel import (
+        gather_sequence,
+        ring_attention,
+        shard_sequence,
+        ulysses_attention,
+    )
+    from lockstep.parallel.data.data_parallel import DataParallel
+    from lockstep.parallel.data.local_sgd import LocalSGD
     from lockstep.parallel.gradient_norm import clip_grad_norm_
-    from lockstep.parallel.local_sgd import LocalSGD
-    from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    from lockstep.parallel.pipeline import Pipeline
-    from lockstep.parallel.schedule import pipeline_schedule
-    from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
-    from lockstep.parallel.sharded_optimizer import ShardedOptimizer
-    from lockstep.parallel.tensor import tensor_parallel
-    from lockstep.parallel.vocabulary import vocab_parallel_cross_entropy
+    from lockstep.parallel.pipeline.pipeline import Pipeline
+    from lockstep.parallel.pipeline.schedule import pipeline_schedule
+    from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from lockstep.parallel.tensor.tensor_parallel import tensor_parallel
+    from lockstep.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
+    from lockstep.parallel.zero.fully_sharded import FullyShardedDataParallel
+    from lockstep.parallel.zero.sharded_data_parallel import ShardedDataParallel
+    from lockstep.parallel.zero.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "ColumnParallelLinear",
@@ -38,23 +47,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ColumnParallelLinear": "lockstep.parallel.parallel_linear",
-    "DataParallel": "lockstep.parallel.data_parallel",
-    "FullyShardedDataParallel": "lockstep.parallel.fully_sharded",
-    "LocalSGD": "lockstep.parallel.local_sgd",
-    "Pipeline": "lockstep.parallel.pipeline",
-    "RowParallelLinear": "lockstep.parallel.parallel_linear",
-    "ShardedDataParallel": "lockstep.parallel.sharded_data_parallel",
-    "ShardedOptimizer": "lockstep.parallel.sharded_optimizer",
-    "VocabParallelEmbedding": "lockstep.parallel.parallel_linear",
+    "ColumnParallelLinear": "lockstep.parallel.tensor.parallel_linear",
+    "DataParallel": "lockstep.parallel.data.data_parallel",
+    "FullyShardedDataParallel": "lockstep.parallel.zero.fully_sharded",
+    "LocalSGD": "lockstep.parallel.data.local_sgd",
+    "Pipeline": "lockstep.parallel.pipeline.pipeline",
+    "RowParallelLinear": "lockstep.parallel.tensor.parallel_linear",
+    "ShardedDataParallel": "lockstep.parallel.zero.sharded_data_parallel",
+    "ShardedOptimizer": "lockstep.parallel.zero.sharded_optimizer",
+    "VocabParallelEmbedding": "lockstep.parallel.tensor.parallel_linear",
     "clip_grad_norm_": "lockstep.parallel.gradient_norm",
-    "gather_sequence": "lockstep.parallel.context",
-    "pipeline_schedule": "lockstep.parallel.schedule",
-    "ring_attention": "lockstep.parallel.context",
-    "shard_sequence": "lockstep.parallel.context",
-    "tensor_parallel": "lockstep.parallel.tensor",
-    "ulysses_attention": "lockstep.parallel.context",
-    "vocab_parallel_cross_entropy": "lockstep.parallel.vocabulary",
+    "gather_sequence": "lockstep.parallel.context.context_parallel",
+    "pipeline_schedule": "lockstep.parallel.pipeline.schedule",
+    "ring_attention": "lockstep.parallel.context.context_parallel",
+    "shard_sequence": "lockstep.parallel.context.context_parallel",
+    "tensor_parallel": "lockstep.parallel.tensor.tensor_parallel",
+    "ulysses_attention": "lockstep.parallel.context.context_parallel",
+    "vocab_parallel_cross_entropy": "lockstep.parallel.tensor.vocabulary",
 }
 
 

@@ -20,9 +20,9 @@ from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.layout.region import Box, Held, local
+from lockstep.parallel.data.local_sgd import LocalSGD
 from lockstep.parallel.holding import trained_by
-from lockstep.parallel.local_sgd import LocalSGD
-from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.pipeline.pipeline import Pipeline
 
 
 class Gradients:

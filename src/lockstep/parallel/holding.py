@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.layout.region import Held, Region, region_of
-from lockstep.parallel.data_parallel import DataParallel
-from lockstep.parallel.fully_sharded import FullyShardedDataParallel
-from lockstep.parallel.local_sgd import LocalSGD
-from lockstep.parallel.pipeline import Pipeline
-from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
-from lockstep.parallel.sharded_optimizer import OwnedPiece, ShardedOptimizer
+from lockstep.parallel.data.data_parallel import DataParallel
+from lockstep.parallel.data.local_sgd import LocalSGD
+from lockstep.parallel.pipeline.pipeline import Pipeline
+from lockstep.parallel.zero.fully_sharded import FullyShardedDataParallel
+from lockstep.parallel.zero.sharded_data_parallel import ShardedDataParallel
+from lockstep.parallel.zero.sharded_optimizer import OwnedPiece, ShardedOptimizer
 
 WRAPPERS = (DataParallel, ShardedDataParallel, FullyShardedDataParallel, LocalSGD, DistributedDataParallel)
 

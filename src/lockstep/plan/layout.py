@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Literal
 
 from lockstep.errors import UserError
-from lockstep.parallel.balance import even_cuts
-from lockstep.parallel.schedule import check_schedule, placement_of
+from lockstep.parallel.pipeline.balance import even_cuts
+from lockstep.parallel.pipeline.schedule import check_schedule, placement_of
 from lockstep.plan.network import Network
 from lockstep.plan.software import Stages
 
@@ -99,7 +99,7 @@ def stages_of(network: Network, layout: Layout, how: Stages = "layers") -> list[
 
 @lru_cache(maxsize=256)
 def layers_by_cost(network: Network, parts: int) -> list[int]:
-    """As `parallel/stage.py` cuts a model: an embedding costs nothing, a head what it multiplies with."""
+    """As `parallel/pipeline/stage.py` cuts a model: an embedding costs nothing, a head what it multiplies with."""
     costs = [1, *(1 + sum(p.k * p.n * max(1, p.experts) for p in block.products) for block in network.blocks())]
     costs.append(1 + network.vocabulary * network.hidden)
     ends = [0, *even_cuts(costs, parts), len(costs)]

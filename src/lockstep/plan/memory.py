@@ -12,8 +12,8 @@ overhead      the runtime's context, communication buffers, blocks that the allo
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from lockstep.parallel.schedule import placement_of
-from lockstep.parallel.schedule_clock import most_held
+from lockstep.parallel.pipeline.schedule import placement_of
+from lockstep.parallel.pipeline.timetable import most_held
 from lockstep.plan.layout import Layout, stages_of
 from lockstep.plan.network import Block
 from lockstep.plan.pipeline import enough, instructions

@@ -5,8 +5,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lockstep.parallel.schedule import placement_of
-from lockstep.parallel.schedule_clock import Costs, timetable
+from lockstep.parallel.pipeline.schedule import placement_of
+from lockstep.parallel.pipeline.timetable import Costs, timetable
 from lockstep.plan.memory import GIB
 from lockstep.plan.pipeline import instructions
 from lockstep.plan.search import Answer, Plan

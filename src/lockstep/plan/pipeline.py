@@ -8,8 +8,8 @@ with chunks 2%: `tests/test_plan.py`).
 from collections.abc import Sequence
 from functools import lru_cache
 
-from lockstep.parallel.schedule import Instruction, pipeline_schedule, placement_of
-from lockstep.parallel.schedule_clock import Costs, timetable
+from lockstep.parallel.pipeline.schedule import Instruction, pipeline_schedule, placement_of
+from lockstep.parallel.pipeline.timetable import Costs, timetable
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from lockstep.config.own import where_and_what
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.models import build_model
-from lockstep.parallel.blocks import blocks_of
+from lockstep.models.blocks import blocks_of
 from lockstep.plan.describe import network_of_gpt
 from lockstep.plan.network import Block, Network, Product
 

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.parallel.blocks import blocks_of
+from lockstep.models.blocks import blocks_of
 
 
 @contextmanager

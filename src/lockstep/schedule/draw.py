@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from lockstep.parallel.schedule_clock import Span, Timetable
+from lockstep.parallel.pipeline.timetable import Span, Timetable
 from lockstep.results.chart import Chart
 from lockstep.results.chart import draw as draw_charts
 

@@ -11,9 +11,9 @@ from lockstep.data import read_share
 from lockstep.layout import Group
 from lockstep.layout.world import World
 from lockstep.measure.steps import full_batches
-from lockstep.parallel.pipeline import Pipeline
-from lockstep.parallel.schedule import Instruction
-from lockstep.parallel.schedule_clock import Span, Timetable
+from lockstep.parallel.pipeline.pipeline import Pipeline
+from lockstep.parallel.pipeline.schedule import Instruction
+from lockstep.parallel.pipeline.timetable import Span, Timetable
 from lockstep.strategies.pipeline import PipelineWorker
 from lockstep.training.prepare import load_head, prepare_strategy
 

@@ -4,7 +4,7 @@ import json
 from html import escape
 from pathlib import Path
 
-from lockstep.parallel.schedule_clock import Timetable
+from lockstep.parallel.pipeline.timetable import Timetable
 from lockstep.schedule.draw import COLOURS, WORDS
 
 PAGE = """<!doctype html>

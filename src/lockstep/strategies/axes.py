@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.config import Parallel
 from lockstep.errors import UserError
-from lockstep.parallel.schedule import SCHEDULES
+from lockstep.parallel.pipeline.schedule import SCHEDULES
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "pp": {name: {"schedule": name, "chunks": 2 if name in ("interleaved", "zb-v") else 1} for name in SCHEDULES},

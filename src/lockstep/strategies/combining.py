@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from lockstep.config import Parallel
 from lockstep.data import Inputs
 from lockstep.errors import UserError
-from lockstep.parallel.schedule import check_schedule
-from lockstep.parallel.stage import layers_of
+from lockstep.parallel.pipeline.schedule import check_schedule
+from lockstep.parallel.pipeline.stage import layers_of
 from lockstep.strategies.context import check_context
 from lockstep.strategies.native_context import CHUNK
 from lockstep.strategies.native_pipeline import check_native_pipeline

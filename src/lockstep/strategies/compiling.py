@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.parallel.blocks import blocks_of
+from lockstep.models.blocks import blocks_of
 from lockstep.strategies.options import Options
 
 

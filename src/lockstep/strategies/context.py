@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.layout import Group
-from lockstep.parallel.context import positions_of, ring_attention, ulysses_attention
+from lockstep.parallel.context.context_parallel import positions_of, ring_attention, ulysses_attention
 from lockstep.strategies.theory import NOTHING, Theory, gather_factor
 
 ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}

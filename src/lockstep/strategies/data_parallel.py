@@ -12,9 +12,9 @@ from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.parallel import DataParallel
-from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
-from lockstep.parallel.compression import COMPRESSIONS
-from lockstep.parallel.data_parallel import Sync
+from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE
+from lockstep.parallel.data.compression import COMPRESSIONS
+from lockstep.parallel.data.data_parallel import Sync
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts, Law
 from lockstep.strategies.theory import ModelSizes, Shape, Theory, all_reduce_factor, bucket_sizes, gather_factor

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.observe import ObservedGroup
 from lockstep.config import Parallel
-from lockstep.parallel.stage import SYNCHRONIZE
+from lockstep.parallel.pipeline.stage import SYNCHRONIZE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor

@@ -20,7 +20,7 @@ from lockstep.config import Parallel
 from lockstep.data import Inputs, called_with, mapped, tensors_in
 from lockstep.errors import UserError
 from lockstep.layout import Held, Layout, Region
-from lockstep.parallel.wrapper import broadcast_buffers, broadcast_module
+from lockstep.parallel.data.wrapper import broadcast_buffers, broadcast_module
 from lockstep.strategies.deepspeed_settings import deepspeed_settings
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.layout.group import group_of
-from lockstep.parallel.tensor import match_plan, own_plan
+from lockstep.parallel.tensor.tensor_parallel import match_plan, own_plan
 from lockstep.strategies.deepspeed import INSTALL, import_deepspeed
 from lockstep.strategies.native_tensor import arrange
 from lockstep.strategies.tensor import TensorPlan

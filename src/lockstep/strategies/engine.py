@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held, Layout
 from lockstep.layout.region import region_of
 from lockstep.models.loss import Measure
-from lockstep.parallel.tied import gradient_or_zeros
+from lockstep.parallel.pipeline.tied import gradient_or_zeros
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.options import Options
 from lockstep.strategies.theory import ModelSizes, Shape, Theory

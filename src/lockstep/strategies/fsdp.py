@@ -19,9 +19,9 @@ from lockstep.data import Inputs
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held
 from lockstep.layout.region import Region, is_dtensor, region_of
-from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.sharded_module import OUTSIDE
-from lockstep.parallel.wrapper import broadcast_module
+from lockstep.models.blocks import blocks_of
+from lockstep.parallel.data.wrapper import broadcast_module
+from lockstep.parallel.zero.sharded_module import OUTSIDE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, reduce_now

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lockstep.config import Parallel
 from lockstep.data import Inputs, called_with
 from lockstep.layout import Held
-from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.fully_sharded import FullyShardedDataParallel
-from lockstep.parallel.sharded_module import fill_later
-from lockstep.parallel.sharded_stage import ShardedStage, stage_names
+from lockstep.models.blocks import blocks_of
+from lockstep.parallel.zero.fully_sharded import FullyShardedDataParallel
+from lockstep.parallel.zero.sharded_module import fill_later
+from lockstep.parallel.zero.sharded_stage import ShardedStage, stage_names
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, gather_factor, padded

@@ -11,7 +11,7 @@ from lockstep.comm.hosts import any_rank
 from lockstep.config import Parallel
 from lockstep.layout import Held
 from lockstep.parallel import LocalSGD as Averager
-from lockstep.parallel.local_sgd import CHUNK_BYTES
+from lockstep.parallel.data.local_sgd import CHUNK_BYTES
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts, Law
 from lockstep.strategies.state import RegionState

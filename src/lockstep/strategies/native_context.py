@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.context import expanded
+from lockstep.parallel.context.context_parallel import expanded
 from lockstep.strategies.context import attention_of, cut_positions
 
 CHUNK = 32

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lockstep.config import Parallel
 from lockstep.data import Batch
 from lockstep.errors import UserError
-from lockstep.parallel.schedule import Instruction
-from lockstep.parallel.stage import Stage
+from lockstep.parallel.pipeline.schedule import Instruction
+from lockstep.parallel.pipeline.stage import Stage
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.pipeline import PipelineWorker
 from lockstep.strategies.worker import Step, Worker

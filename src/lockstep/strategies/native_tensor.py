@@ -20,8 +20,8 @@ from lockstep.layout import Group, Layout
 from lockstep.layout.region import Region
 from lockstep.models.lora import LoRALinear
 from lockstep.models.loss import Measure
-from lockstep.parallel.cuts import even_cut, fused_cut
-from lockstep.parallel.wrapper import broadcast_module
+from lockstep.parallel.data.wrapper import broadcast_module
+from lockstep.parallel.tensor.cuts import even_cut, fused_cut
 from lockstep.strategies.tensor import TensorPlan
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from lockstep.config import Parallel
 from lockstep.data import Inputs
 from lockstep.models.loss import LossSum
-from lockstep.parallel.recompute import Recompute
+from lockstep.models.recompute import Recompute
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -7,7 +7,7 @@ from lockstep.comm.ledger import Ledger
 from lockstep.config import Parallel
 from lockstep.data import Batch, Share
 from lockstep.layout import Held, Layout, World
-from lockstep.parallel.wrapper import broadcast_buffers
+from lockstep.parallel.data.wrapper import broadcast_buffers
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.options import Options

@@ -15,10 +15,10 @@ from lockstep.comm.collectives import broadcast
 from lockstep.config import Parallel
 from lockstep.layout import Group, Layout, World
 from lockstep.models import parameter_count
+from lockstep.models.blocks import blocks_of
 from lockstep.models.deferred import Deferred
-from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.recompute import recompute
-from lockstep.parallel.stage import Stage
+from lockstep.models.recompute import recompute
+from lockstep.parallel.pipeline.stage import Stage
 from lockstep.strategies.compiling import compile_blocks, compile_model
 from lockstep.strategies.context import cut_positions
 from lockstep.strategies.engine import Engine

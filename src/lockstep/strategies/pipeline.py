@@ -17,11 +17,11 @@ from lockstep.comm.collectives import all_reduce_async
 from lockstep.config import Parallel
 from lockstep.data import Batch
 from lockstep.layout import Layout
-from lockstep.parallel.messages import Post
-from lockstep.parallel.passes import Passes
-from lockstep.parallel.schedule import Instruction, Placement, forward_only, pipeline_schedule, placement_of
-from lockstep.parallel.stage import Stage, broadcast_whole, cut_stage, parameters_of
-from lockstep.parallel.tied import TiedGradients
+from lockstep.parallel.pipeline.messages import Post
+from lockstep.parallel.pipeline.passes import Passes
+from lockstep.parallel.pipeline.schedule import Instruction, Placement, forward_only, pipeline_schedule, placement_of
+from lockstep.parallel.pipeline.stage import Stage, broadcast_whole, cut_stage, parameters_of
+from lockstep.parallel.pipeline.tied import TiedGradients
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.worker import Step, Worker
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from lockstep.config import Parallel
 from lockstep.layout import Held
-from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
+from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE
 from lockstep.parallel.holding import owned_pieces
-from lockstep.parallel.sharded_data_parallel import ShardedDataParallel
-from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.zero.sharded_data_parallel import ShardedDataParallel
+from lockstep.parallel.zero.sharded_optimizer import ShardedOptimizer
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes, gather_factor, padded

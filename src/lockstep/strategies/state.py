@@ -18,7 +18,7 @@ from lockstep.comm.collectives import all_gather, all_gather_objects
 from lockstep.errors import UserError
 from lockstep.layout import Box, Group, Held, Region
 from lockstep.layout.region import local, overlapping
-from lockstep.parallel.wrapper import broadcast_buffers
+from lockstep.parallel.data.wrapper import broadcast_buffers
 
 Leaf = Any
 """Held, Tensor, or, under own., a nest of plain values and tensors."""

@@ -9,11 +9,11 @@ from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Group
 from lockstep.models.loss import LossSum, Measure, cross_entropy_sum
-from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from lockstep.parallel.propose import proposed_plan, shown_plan
-from lockstep.parallel.stage import Elsewhere
-from lockstep.parallel.tensor import SummedOverPositions, cut_as_planned, match_plan, own_plan
-from lockstep.parallel.vocabulary import cross_entropy_of_parts
+from lockstep.parallel.pipeline.stage import Elsewhere
+from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lockstep.parallel.tensor.propose import proposed_plan, shown_plan
+from lockstep.parallel.tensor.tensor_parallel import SummedOverPositions, cut_as_planned, match_plan, own_plan
+from lockstep.parallel.tensor.vocabulary import cross_entropy_of_parts
 from lockstep.strategies.theory import NOTHING, Theory, all_reduce_factor, gather_factor
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.ledger import Traffic
-from lockstep.parallel.blocks import blocks_of
+from lockstep.models.blocks import blocks_of
 
 Shape = tuple[int, ...]
 

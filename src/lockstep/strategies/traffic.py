@@ -9,8 +9,8 @@ from lockstep.config import Parallel
 from lockstep.data import Batch, first_rows
 from lockstep.layout import Degrees, Group, Layout
 from lockstep.models.loss import LossSum
-from lockstep.parallel.schedule import Placement
-from lockstep.parallel.stage import Stage, cut_stage
+from lockstep.parallel.pipeline.schedule import Placement
+from lockstep.parallel.pipeline.stage import Stage, cut_stage
 from lockstep.strategies.context import context_traffic, cut_positions
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.pipeline import micro_batches_of, placement_for

@@ -23,9 +23,9 @@ from lockstep.comm.collectives import Pending, all_gather_objects, all_reduce_as
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.data import Batch, Inputs, called_with
 from lockstep.models.loss import ignored_index, with_correct_count
-from lockstep.parallel.context import shard_sequence
+from lockstep.parallel.context.context_parallel import shard_sequence
 from lockstep.parallel.gradient_norm import Gradients
-from lockstep.parallel.schedule import Instruction, one_stage
+from lockstep.parallel.pipeline.schedule import Instruction, one_stage
 from lockstep.strategies.compiling import compiled
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.loss_scale import LossScale

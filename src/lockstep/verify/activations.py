@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_objects
-from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.context import shard_sequence
+from lockstep.models.blocks import blocks_of
+from lockstep.parallel.context.context_parallel import shard_sequence
 from lockstep.strategies import ParallelModel
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Parallel
 from lockstep.layout import World
-from lockstep.parallel.parallel_linear import RowParallelLinear
+from lockstep.parallel.tensor.parallel_linear import RowParallelLinear
 from lockstep.strategies import STRATEGIES, ParallelModel
 from lockstep.strategies.table import Table
 from lockstep.verify.compare import spread

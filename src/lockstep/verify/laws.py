@@ -11,8 +11,8 @@ from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.config import Parallel
 from lockstep.data import Share
 from lockstep.layout.world import World
-from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.compression import ErrorFeedback, Reducer, make_reducer
+from lockstep.parallel.data.bucket import Bucket
+from lockstep.parallel.data.compression import ErrorFeedback, Reducer, make_reducer
 from lockstep.strategies import STRATEGIES
 from lockstep.strategies.table import Table
 from lockstep.verify.compare import TOLERANCE, relative, spread

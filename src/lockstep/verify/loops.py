@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.data import Batch
 from lockstep.layout import Held
-from lockstep.parallel.wrapper import GradientWrapper
+from lockstep.parallel.data.wrapper import GradientWrapper
 from lockstep.strategies import ParallelModel
 from lockstep.verify.compare import TOLERANCE, relative
 from lockstep.verify.reference import Reference

@@ -1,7 +1,7 @@
 """Does a pipeline do what its schedule's name promises? The order that is really executed, its bubble, what it holds.
 
-The laws stand here by themselves, not derived from `parallel/schedule.py`: p ranks, m micro-batches, v chunks of a
-rank. A forward takes 1, a backward 2 (half of it for the weights).
+The laws stand here by themselves, not derived from `parallel/pipeline/schedule.py`: p ranks, m micro-batches, v chunks
+of a rank. A forward takes 1, a backward 2 (half of it for the weights).
 
     name           idle of a rank    micro-batches held by rank r
     naive          3m(p-1)           1
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.comm.collectives import all_gather_objects
-from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear
-from lockstep.parallel.schedule import PASSES, Instruction
-from lockstep.parallel.schedule_clock import Costs, most_held, timetable
+from lockstep.models.blocks import blocks_of
+from lockstep.parallel.pipeline.schedule import PASSES, Instruction
+from lockstep.parallel.pipeline.timetable import Costs, most_held, timetable
+from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.pipeline import PipelineWorker
 from lockstep.verify.structure import Products, Watch, alive, gather_laws

@@ -17,7 +17,7 @@ from lockstep.data import tensors_in
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.models import build_model
-from lockstep.parallel.recompute import Recompute
+from lockstep.models.recompute import Recompute
 from lockstep.strategies import STRATEGIES, Engine, ParallelModel, degrees_of, strategy_named
 from lockstep.strategies.axes import model_degrees
 from lockstep.strategies.combining import check_cuts, check_inputs

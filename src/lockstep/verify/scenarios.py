@@ -12,7 +12,7 @@ from lockstep.models import build_model, check_outputs, own_model
 from lockstep.models.deferred import seeded
 from lockstep.models.hf import vocabulary_of
 from lockstep.models.lora import add_lora
-from lockstep.parallel.recompute import Recompute
+from lockstep.models.recompute import Recompute
 from lockstep.verify.tangle import Tangle, mark_rows
 
 SMALL_CNN = CNN(channels=(6,), hidden=16)

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_flatten
 from lockstep.comm.ledger import Entry
 from lockstep.intervals import covered
 from lockstep.layout.region import local
-from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.bucket import FIRST_BUCKET_SHARE
+from lockstep.models.blocks import blocks_of
+from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.theory import bucket_sizes, padded
 

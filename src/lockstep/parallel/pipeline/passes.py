@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm.ledger import Mark, mark, seconds_between
-from lockstep.parallel.messages import Message, Post
-from lockstep.parallel.schedule import PASSES, Instruction, Placement
-from lockstep.parallel.weight_pass import WeightPass
+from lockstep.parallel.pipeline.messages import Message, Post
+from lockstep.parallel.pipeline.schedule import PASSES, Instruction, Placement
+from lockstep.parallel.pipeline.weight_pass import WeightPass
 
 
 @dataclass

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_reduce
 from lockstep.errors import UserError
 from lockstep.layout.group import GroupLike, group_of
-from lockstep.parallel.bucket import assign_buckets
-from lockstep.parallel.wrapper import broadcast_module, check_same_model
+from lockstep.parallel.data.bucket import assign_buckets
+from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 
 CHUNK_BYTES = 25 * 1024 * 1024
 

@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_flatten
 from lockstep.comm.collectives import all_gather_objects, broadcast
 from lockstep.data.batch import Batch
 from lockstep.layout.group import GroupLike, group_of
-from lockstep.parallel.autocast import autocast_dtype
+from lockstep.models.autocast import autocast_dtype
+from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 from lockstep.parallel.guards import mark_spread
-from lockstep.parallel.messages import Post
-from lockstep.parallel.passes import Passes
-from lockstep.parallel.schedule import Instruction, pipeline_schedule, placement_of
-from lockstep.parallel.stage import cut_stage
-from lockstep.parallel.tied import TiedGradients
-from lockstep.parallel.wrapper import broadcast_module, check_same_model
+from lockstep.parallel.pipeline.messages import Post
+from lockstep.parallel.pipeline.passes import Passes
+from lockstep.parallel.pipeline.schedule import Instruction, pipeline_schedule, placement_of
+from lockstep.parallel.pipeline.stage import cut_stage
+from lockstep.parallel.pipeline.tied import TiedGradients
 
 Loss = Callable[..., Tensor]
 """(outputs, targets) -> the mean over the targets."""

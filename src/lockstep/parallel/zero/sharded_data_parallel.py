@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import Pending, new_buffer, reduce_scatter_async
 from lockstep.comm.ledger import about
 from lockstep.errors import UserError
-from lockstep.parallel.blocks import blocks_of
-from lockstep.parallel.flat import dense
+from lockstep.models.blocks import blocks_of
+from lockstep.parallel.data.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
 from lockstep.parallel.guards import mark_spread
-from lockstep.parallel.sharded_optimizer import ParameterBucket, ShardedOptimizer
-from lockstep.parallel.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
+from lockstep.parallel.zero.flat import dense
+from lockstep.parallel.zero.sharded_optimizer import ParameterBucket, ShardedOptimizer
 
 
 class GradientBucket:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.comm.collectives import all_gather_async
 from lockstep.errors import UserError
-from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.data.bucket import Bucket
 
 
 class Reducer(ABC):

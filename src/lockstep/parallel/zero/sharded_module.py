@@ -21,11 +21,11 @@ from lockstep.comm.collectives import broadcast
 from lockstep.errors import UserError
 from lockstep.layout.group import Group
 from lockstep.layout.region import Region
-from lockstep.parallel.blocks import ShardBy, chosen_blocks
-from lockstep.parallel.gradient_buffers import GradientBuffers
+from lockstep.models.blocks import ShardBy, chosen_blocks
+from lockstep.parallel.data.wrapper import Flags, GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
 from lockstep.parallel.guards import mark_spread
-from lockstep.parallel.shard_unit import Owner, Placement, ShardUnit
-from lockstep.parallel.wrapper import Flags, GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
+from lockstep.parallel.zero.gradient_buffers import GradientBuffers
+from lockstep.parallel.zero.shard_unit import Owner, Placement, ShardUnit
 
 CPU = torch.device("cpu")
 OUTSIDE = "outside the blocks"

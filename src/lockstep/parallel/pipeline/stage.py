@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lockstep.errors import UserError
 from lockstep.layout.group import Group
 from lockstep.models.replace import replace_module
-from lockstep.parallel.balance import even_cuts
-from lockstep.parallel.schedule import Placement
-from lockstep.parallel.wrapper import broadcast_module
+from lockstep.parallel.data.wrapper import broadcast_module
+from lockstep.parallel.pipeline.balance import even_cuts
+from lockstep.parallel.pipeline.schedule import Placement
 
 SYNCHRONIZE = -1
 """Instead of a chunk: nothing, of which every parameter has a part."""

@@ -32,13 +32,18 @@ from torch.nn.utils.parametrize import is_parametrized
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.models.replace import replace_module
-from lockstep.parallel.cuts import even_cut
-from lockstep.parallel.exchange import split_to_ranks, summed
+from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 from lockstep.parallel.guards import mark_spread
-from lockstep.parallel.own_numbers import OwnNumbers, draws_numbers
-from lockstep.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, Tied, VocabParallelEmbedding
-from lockstep.parallel.parallel_products import SEQUENCE
-from lockstep.parallel.wrapper import broadcast_module, check_same_model
+from lockstep.parallel.tensor.cuts import even_cut
+from lockstep.parallel.tensor.exchange import split_to_ranks, summed
+from lockstep.parallel.tensor.parallel_linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Tied,
+    VocabParallelEmbedding,
+)
+from lockstep.parallel.tensor.parallel_products import SEQUENCE
+from lockstep.parallel.tensor.random_numbers import OwnNumbers, draws_numbers
 from lockstep.uncompiled import uncompiled
 
 Plan = dict[str, str]

@@ -42,10 +42,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.layout.group import GroupLike, group_of
-from lockstep.parallel.blocks import ShardBy
-from lockstep.parallel.shard_unit import Placement, State
-from lockstep.parallel.sharded_module import CPU, Block, Initialize, ShardedModule, fill_later
-from lockstep.parallel.wrapper import when_backward_is_over
+from lockstep.models.blocks import ShardBy
+from lockstep.parallel.data.wrapper import when_backward_is_over
+from lockstep.parallel.zero.shard_unit import Placement, State
+from lockstep.parallel.zero.sharded_module import CPU, Block, Initialize, ShardedModule, fill_later
 
 
 class Pass(Enum):

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.data.batch import IGNORED
 from lockstep.layout.group import Group, GroupLike, group_of
-from lockstep.parallel.exchange import PURPOSE
+from lockstep.parallel.tensor.exchange import PURPOSE
 
 MAX = dist.ReduceOp.MAX
 

@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.layout.region import Region, held_as
 from lockstep.models.lora import LoRALinear
-from lockstep.parallel.custom_linear import CustomForward
-from lockstep.parallel.cuts import Cut, even_cut, fused_cut
-from lockstep.parallel.exchange import (
+from lockstep.parallel.tensor.custom_linear import CustomForward
+from lockstep.parallel.tensor.cuts import Cut, even_cut, fused_cut
+from lockstep.parallel.tensor.exchange import (
     copy_to_ranks,
     gather_from_ranks,
     gather_positions,
@@ -36,7 +36,7 @@ from lockstep.parallel.exchange import (
     scatter_sums,
     summed,
 )
-from lockstep.parallel.parallel_products import SEQUENCE, column_linear, row_linear
+from lockstep.parallel.tensor.parallel_products import SEQUENCE, column_linear, row_linear
 
 Tied = dict[Tensor, nn.Parameter]
 """What a parameter was cut to, so that tied ones stay tied."""

@@ -27,9 +27,9 @@ from torch.autograd.function import once_differentiable
 from lockstep.comm.collectives import Pending, all_to_all, exchange_async
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
-from lockstep.parallel.attention_block import Both, attention_block, attention_block_backward, joined
-from lockstep.parallel.autocast import as_autocast
-from lockstep.parallel.exchange import PURPOSE, gather_from_ranks
+from lockstep.models.autocast import as_autocast
+from lockstep.parallel.context.attention_block import Both, attention_block, attention_block_backward, joined
+from lockstep.parallel.tensor.exchange import PURPOSE, gather_from_ranks
 from lockstep.uncompiled import uncompiled
 
 # ---- who has which positions ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from lockstep.parallel.autocast import as_autocast, no_autocast
+from lockstep.models.autocast import as_autocast, no_autocast
 
 
 @dataclass(frozen=True)

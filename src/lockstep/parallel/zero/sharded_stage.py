@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.layout.group import GroupLike, group_of
-from lockstep.parallel.blocks import ShardBy
-from lockstep.parallel.shard_unit import Placement, ShardUnit, State
-from lockstep.parallel.sharded_module import CPU, Block, Initialize, ShardedModule
+from lockstep.models.blocks import ShardBy
+from lockstep.parallel.zero.shard_unit import Placement, ShardUnit, State
+from lockstep.parallel.zero.sharded_module import CPU, Block, Initialize, ShardedModule
 
 
 class ShardedStage(ShardedModule):

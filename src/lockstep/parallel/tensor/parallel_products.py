@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.comm.collectives import Pending, all_reduce_async
 from lockstep.layout.group import Group
-from lockstep.parallel.autocast import as_autocast, no_autocast
-from lockstep.parallel.exchange import PURPOSE, Gathering, Scattering, reduce_from_ranks
-from lockstep.parallel.weight_pass import Defer, deferred_by, is_recomputed
+from lockstep.models.autocast import as_autocast, no_autocast
+from lockstep.parallel.pipeline.weight_pass import Defer, deferred_by, is_recomputed
+from lockstep.parallel.tensor.exchange import PURPOSE, Gathering, Scattering, reduce_from_ranks
 from lockstep.uncompiled import uncompiled
 
 SEQUENCE = -2

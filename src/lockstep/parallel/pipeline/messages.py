@@ -24,7 +24,7 @@ from lockstep.comm.collectives import Pending, recv_async, send_async
 from lockstep.comm.ledger import about
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, shared_group
-from lockstep.parallel.schedule import Instruction, Placement
+from lockstep.parallel.pipeline.schedule import Instruction, Placement
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),

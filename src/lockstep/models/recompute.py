@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import UserError
-from lockstep.parallel.blocks import blocks_of
+from lockstep.models.blocks import blocks_of
 
 Recompute = Literal["none", "full", "every", "attention"]
 

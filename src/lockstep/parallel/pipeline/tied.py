@@ -14,7 +14,7 @@ from lockstep.comm.collectives import Pending, recv_async, send_async
 from lockstep.comm.ledger import about
 from lockstep.layout.group import Group
 from lockstep.layout.region import local
-from lockstep.parallel.stage import Stage
+from lockstep.parallel.pipeline.stage import Stage
 
 
 class TiedGradients:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.comm.collectives import new_buffer
 from lockstep.layout.group import Group
-from lockstep.parallel.shard_unit import ShardUnit
+from lockstep.parallel.zero.shard_unit import ShardUnit
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.errors import UserError
-from lockstep.parallel.schedule import PASSES, Instruction, Placement
+from lockstep.parallel.pipeline.schedule import PASSES, Instruction, Placement
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from lockstep.comm.collectives import (
 from lockstep.comm.ledger import about
 from lockstep.layout.group import Group
 from lockstep.layout.region import Region, region_of
-from lockstep.parallel.flat import FlatLayout, Piece, dense
+from lockstep.parallel.zero.flat import FlatLayout, Piece, dense
 
 Owner = tuple[nn.Module, str]
 """A module and the name under which it has a parameter."""

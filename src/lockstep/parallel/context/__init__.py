@@ -1,0 +1,1 @@
+"""Context parallelism: ranks hold parts of the same sequences."""

@@ -1,0 +1,1 @@
+"""Data parallelism: every rank holds the model, and gradients are averaged."""
