@@ -3,9 +3,14 @@
 Nothing is tuned at the start: neither other forms of the fused kernels nor other matrix products than cuBLAS's made the
 steps of GPT-2 faster. CUDA graphs are not made: the host is ahead of the device as it is, and they would move the
 gradients that hooks have taken hold of.
+
+Evaluation compiles no graphs of its own, for its mode and batch size: what no compiled graph fits runs eagerly. Only
+the loss is compiled for it too, as eagerly it would hold several copies of the logits.
 """
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,3 +45,19 @@ def compile_blocks(model: nn.Module, options: Options) -> None:
     limits.recompile_limit = max(limits.recompile_limit, 4 * len(blocks))  # blocks that differ are compiled one by one
     for _, block in blocks:
         block.forward = compiled(block.forward, options)
+
+
+def only_compiled_graphs(options: Options) -> AbstractContextManager[Any]:
+    """Inside, what would have to be compiled runs eagerly."""
+    if options.compile == "none":
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("eager_on_recompile")
+    return stance
+
+
+def seconds_compiling() -> float:
+    """That this process has spent on compiling; PyTorch keeps count, under a private name."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0.0
+    count: Any = getattr(sys.modules["torch._dynamo.utils"], "calculate_time_spent", dict)
+    return float(count().get("total_wall_time", 0.0))

@@ -8,6 +8,7 @@ from lockstep.config import Parallel
 from lockstep.data import Batch, Share
 from lockstep.layout import Held, Layout, World
 from lockstep.parallel.data.wrapper import broadcast_buffers
+from lockstep.strategies.compiling import only_compiled_graphs
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.options import Options
@@ -107,7 +108,7 @@ class ParallelModel:
     def evaluate(self, batch: Batch) -> Tensor:
         """[sum of losses, correct, count] of this rank's share of a test batch."""
         batch = self.worker.own_positions(batch.to(self.world.device, self.options.dtype))
-        with self.worker.precision():
+        with self.worker.precision(), only_compiled_graphs(self.options):
             outputs = self.worker.predict(batch.inputs)
         if outputs is None:  # another stage has them
             return torch.zeros(3, dtype=torch.float64, device=self.world.device)

@@ -18,6 +18,7 @@ from lockstep.layout.world import World
 from lockstep.measure.breakdown import step_breakdown
 from lockstep.measure.peak import peak_flops, slow_bf16
 from lockstep.strategies import ParallelModel, StepResult, strategy_name
+from lockstep.strategies.compiling import seconds_compiling
 from lockstep.strategies.pipeline import micro_batches_of
 from lockstep.strategies.step import Phases
 from lockstep.training.metrics import MetricsWriter
@@ -55,6 +56,7 @@ class Telling:
         self.has_tokens = dataset.spec.kind == "tokens"
         self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.has_tokens else (0.0, "")
         self.window, self.spent = Window(mark(world.device)), Spent()
+        self.compiled_before = seconds_compiling()
         self.losses: list[float] = []
         """Of each logged step."""
         self.last_loss = nan
@@ -154,6 +156,7 @@ class Telling:
         if self.window.steps:
             self.losses.append(self.window.means()["loss"])
             self.spent.add(self.window, end)
+            self.spent.compiling = seconds_compiling() - self.compiled_before
         self.window = Window(end)
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:

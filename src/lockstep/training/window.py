@@ -54,6 +54,8 @@ class Spent:
     evaluation: float = 0.0
     saving: float = 0.0
     """That training stood still for."""
+    compiling: float = 0.0
+    """In the steps."""
 
     def add(self, window: Window, end: Mark) -> None:
         self.steps += window.steps
@@ -69,10 +71,12 @@ class Spent:
     def split(self) -> dict[str, float]:
         """What of the run: computation, communication that was waited for, the rest."""
         seconds = self.phases
-        compute = seconds["forward_ms"] + seconds["backward_ms"] + seconds["optimizer_ms"]
-        known = compute + seconds["exposed_ms"] + seconds["data_ms"]
+        phases = seconds["forward_ms"] + seconds["backward_ms"] + seconds["optimizer_ms"]
+        known = phases + seconds["exposed_ms"] + seconds["data_ms"]
+        compiling = min(self.compiling, phases)
         return {
-            "compute": compute,
+            "compute": phases - compiling,
+            "compiling": compiling,
             "communication": seconds["exposed_ms"],
             "data": seconds["data_ms"],
             "evaluation": self.evaluation,
