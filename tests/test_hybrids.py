@@ -8,6 +8,7 @@ import torch
 
 from lockstep import UserError
 from lockstep.cli import main
+from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import Config, Data, Parallel, Train
 from lockstep.data import Batch, read_share
 from lockstep.launch import Launch, run_on_ranks
@@ -215,3 +216,24 @@ def loss_from_whole_weights(world: World, name: str) -> float:
 def test_natives_begin_with_the_first_ranks_weights() -> None:
     (alone,) = on_ranks(loss_from_whole_weights, 1, "single")
     assert on_ranks(loss_from_whole_weights, 4, "fsdp,tp=2:native") == pytest.approx([alone] * 4, abs=1e-5)
+
+
+def broadcast_bytes(world: World, names: list[str]) -> list[tuple[int, int]]:
+    """(bytes of parameters that are broadcast before the first step, bytes of the model), of each."""
+    config = Config(CUT_GPT, Data(name="synthetic", samples=8), Train(batch_size=8))
+    dataset, found = load_data(world, config), []
+    for name in names:
+        plain = build_model(CUT_GPT, dataset.spec, seed=world.rank)
+        with recording(Ledger()) as ledger:
+            ledger.open()
+            prepare_strategy(world, replace(config, parallel=strategy_named(name)), dataset, plain)
+        sent = sum(e.nbytes for e in ledger.of("parameters") if e.operation == "broadcast")
+        whole = [*plain.parameters(), *(b for b in plain.buffers() if b.is_floating_point())]
+        found.append((sent, sum(tensor.nbytes for tensor in whole)))
+    return found
+
+
+def test_weights_are_broadcast_once() -> None:
+    names = ["bucketed,pp=2:1f1b", "zero1,tp=2", "zero3,tp=2", "fsdp,pp=2:1f1b", "zero2", "ddp,pp=2:1f1b"]
+    for sent, whole in on_ranks(broadcast_bytes, 4, names)[0]:
+        assert sent == whole

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.observe import ObservedGroup
 from lockstep.config import Parallel
+from lockstep.parallel.data.wrapper import broadcasts_weights
 from lockstep.parallel.pipeline.stage import SYNCHRONIZE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
@@ -47,6 +48,7 @@ class DDP(Engine):
             process_group=self.group,
             bucket_cap_mb=None if self.parallel.bucket_mb == DEFAULT_BUCKET_MB else self.parallel.bucket_mb,
             gradient_as_bucket_view=True,
+            init_sync=broadcasts_weights(),
         )
 
     def synchronize(self, last: bool) -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """From a plain model on one device to one that is spread over the ranks: one function, in one fixed order.
 
+0. every rank takes the first rank's weights, once
 1. cut into stages, tensor parallel, context parallel: the model says how it is cut, and knows nothing of ranks
 2. recompute: activation checkpointing, around the blocks' own forward
 3. compile: inside the blocks, so that the hooks of what comes next stay outside
@@ -18,6 +19,7 @@ from lockstep.models import parameter_count
 from lockstep.models.blocks import blocks_of
 from lockstep.models.deferred import Deferred
 from lockstep.models.recompute import recompute
+from lockstep.parallel.data.wrapper import check_same_model, models_are_equal
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.strategies.compiling import compile_blocks, compile_model
 from lockstep.strategies.context import cut_positions
@@ -51,6 +53,21 @@ def parallelize(
             model, tensors = model.on_meta()
         else:
             model = model.build()
+    if tensors is None:
+        check_same_model(model, layout.norm)
+        take_weights_of_first_rank(model, layout)
+    with models_are_equal():
+        return _spread(model, layout, options, engine, tensors)
+
+
+def _spread(
+    model: nn.Module,
+    layout: Layout,
+    options: Options,
+    engine: Engine,
+    tensors: Iterator[tuple[str, Tensor]] | None,
+) -> ParallelModel:
+    """`tensors`: the weights of a model on the meta device, one at a time."""
     parameters = parameter_count(model)
     parallel = options.parallel
     plan = TensorPlan.of(model, layout.degrees.tp, options.loss)
@@ -81,6 +98,15 @@ def parallelize(
     if tensors is not None:
         fill(engine, of_first_rank(tensors, layout.norm, layout.world.device))
     return ParallelModel(engine, parameters)
+
+
+@torch.no_grad()
+def take_weights_of_first_rank(model: nn.Module, layout: Layout) -> None:
+    """Once, before it is cut; on the run's device, one tensor at a time."""
+    for tensor in [*model.parameters(), *model.buffers()] if layout.norm.size > 1 else []:
+        device = layout.world.device
+        first = broadcast(tensor.detach().to(device).contiguous(), group=layout.norm, purpose="parameters")
+        tensor.copy_(first)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from lockstep.layout import Layout
 from lockstep.parallel.pipeline.messages import Post
 from lockstep.parallel.pipeline.passes import Passes
 from lockstep.parallel.pipeline.schedule import Instruction, Placement, forward_only, pipeline_schedule, placement_of
-from lockstep.parallel.pipeline.stage import Stage, broadcast_whole, cut_stage, parameters_of
+from lockstep.parallel.pipeline.stage import Stage, cut_stage, parameters_of
 from lockstep.parallel.pipeline.tied import TiedGradients
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.worker import Step, Worker
@@ -43,7 +43,6 @@ def cut_into_stages(model: nn.Module, layout: Layout, parallel: Parallel) -> nn.
     group = layout.group("pp")
     if group.size == 1:
         return model
-    broadcast_whole(model, layout.norm)
     return cut_stage(model, placement_for(parallel), group)
 
 

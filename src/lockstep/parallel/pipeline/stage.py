@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lockstep.errors import UserError
 from lockstep.layout.group import Group
 from lockstep.models.replace import replace_module
-from lockstep.parallel.data.wrapper import broadcast_module
 from lockstep.parallel.pipeline.balance import even_cuts
 from lockstep.parallel.pipeline.schedule import Placement
 
@@ -46,12 +45,6 @@ def costs_of(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
         weights = [p for part in parts for p in part.parameters(recurse=False) if not isinstance(part, nn.Embedding)]
         found.append(1 + sum(p.numel() for p in weights if p.dim() > 1))
     return found
-
-
-def broadcast_whole(module: nn.Module, group: Group) -> None:
-    """Before it is cut, every rank takes the first one's weights; on the meta device there are none yet."""
-    if all(p.device.type != "meta" for p in module.parameters()):
-        broadcast_module(module, group)
 
 
 class OneArgument:
