@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import DataParallel
+from lockstep import (
+    DataParallel,
+    FullyShardedDataParallel,
+    LocalSGD,
+    ShardedDataParallel,
+    ShardedOptimizer,
+)
 from lockstep.layout.world import World
 from tests.ranks import on_ranks
 
@@ -254,3 +260,35 @@ def test_gradients_are_the_mean_of_the_ranks(outcomes: list[dict[tuple[str, str]
             who: d for (t, who), d in outcome.items() if t == trap and not d < (1e-6 if "mixed" in trap else 1e-12)
         }
         assert not wrong, f"rank {rank}"
+
+
+def differing(world: World) -> list[str]:
+    """Wrappers after which this rank's weights are not the first rank's, where each rank began with its own."""
+    found = []
+    wrappers: dict[str, Callable[[nn.Module], Any]] = {
+        "DataParallel": DataParallel,
+        "LocalSGD": lambda m: LocalSGD(m, every=2),
+        "ShardedDataParallel": lambda m: ShardedDataParallel(m, ShardedOptimizer(m.parameters(), torch.optim.SGD)),
+        "FullyShardedDataParallel": lambda m: FullyShardedDataParallel(m, shard=nn.Linear),
+    }
+    for name, wrap in wrappers.items():
+        torch.manual_seed(0)
+        first = unlike()
+        torch.manual_seed(world.rank)
+        wrapped = wrap(unlike())
+        full = getattr(wrapped, "full_state_dict", None)
+        state = full() if full is not None else wrapped.module.state_dict()
+        found += [f"{name}: {key}" for key, value in first.state_dict().items() if not torch.equal(state[key], value)]
+    return found
+
+
+def unlike() -> nn.Module:
+    """Frozen, channels-last and ordinary parameters, and a buffer."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(3), nn.Linear(4, 4))
+    model.get_submodule("2").requires_grad_(False)
+    model.get_buffer("1.running_mean").normal_()
+    return model
+
+
+def test_all_begin_with_the_first_ranks_weights() -> None:
+    assert on_ranks(differing, 2) == [[], []]
