@@ -29,7 +29,18 @@ pytestmark = NEEDS_GPU
 
 AXES = {
     2: [*AXES_AT_2, "single,pp=2:1f1b:native"],
-    4: ["single,tp=4", "bucketed,cp=4", "zero3,tp=2:sequence", "zero2,pp=2:1f1b", "fsdp,cp=2", "zero1,pp=2:zb-h1,tp=2"],
+    4: [
+        *(
+            "single,tp=4",
+            "bucketed,cp=4",
+            "zero3,tp=2:sequence",
+            "zero2,pp=2:1f1b",
+            "fsdp,cp=2",
+            "zero1,pp=2:zb-h1,tp=2",
+        ),
+        *("bucketed,pp=2:interleaved", "ddp,pp=2:1f1b", "zero3,pp=2:1f1b", "fsdp,pp=2:zb-h1"),
+        "single,pp=2:zb-h1,tp=2:sequence",
+    ],
 }
 
 

@@ -183,7 +183,9 @@ def summary(result: TrainResult, taken: str) -> list[str]:
     if split["compute"]:
         over = split["communication"] / split["compute"]
         lines.append(f"communication that was waited for, over compute: {over:.1%}")
-    lines.append(f"peak memory of a rank: {result.memory / 2**30:.2f} GiB; metrics and config in {result.folder}/")
+    gone = result.folder is not None and not result.folder.exists()
+    where = f"the run's folder {result.folder}/ is gone" if gone else f"metrics and config in {result.folder}/"
+    lines.append(f"peak memory of a rank: {result.memory / 2**30:.2f} GiB; {where}")
     return lines
 
 

@@ -61,7 +61,7 @@ class PipelineWorker(Worker):
         post = Post(lists, self.placement, self.group, self.device)
         self.passes = Passes(engine.module, post, self.placement, self.group.rank)
         self.passes.splits_backward = parallel.schedule.startswith("zb-")
-        self.tied = TiedGradients(self.stage, self.group, engine.accumulated_gradient)
+        self.tied = TiedGradients(self.stage, self.group.rank, post.towards, engine.accumulated_gradient)
         self._reducing = [instruction for instruction in self.instructions if instruction.reduces]
         evaluation = forward_only(self.placement)
         post_of_evaluation = Post(evaluation, self.placement, self.group, self.device, post.towards)

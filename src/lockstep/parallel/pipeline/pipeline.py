@@ -67,12 +67,12 @@ class Pipeline:
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
         self.stage = cut_stage(module, self.placement, self.group, cuts)
-        self._tied = TiedGradients(self.stage, self.group)
         self._last_pass = next((i for i in reversed(self.instructions) if i.reduces), None)
         if self.group.size > 1:
             mark_spread(self.stage.parameters(), "Pipeline")
         self.device = next((p.device for p in self.stage.parameters()), torch.device("cpu"))
         post = Post(lists, self.placement, self.group, self.device)
+        self._tied = TiedGradients(self.stage, self.group.rank, post.towards)
         self._passes = Passes(self.stage, post, self.placement, self.group.rank, recompute)
         self._passes.splits_backward = schedule.startswith("zb-")
         self._last = self.placement.place(self.placement.parts - 1)[0]

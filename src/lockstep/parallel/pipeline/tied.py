@@ -20,9 +20,19 @@ from lockstep.parallel.pipeline.stage import Stage
 class TiedGradients:
     """Of one rank's stage, for one step after the other."""
 
-    def __init__(self, stage: Stage, group: Group, gradient_of: Callable[[nn.Parameter], Tensor] | None = None) -> None:
-        """`gradient_of`: what to sum in place, where it is not `p.grad`."""
-        self.stage, self.group = stage, group
+    def __init__(
+        self,
+        stage: Stage,
+        rank: int,
+        towards: tuple[Group, Group],
+        gradient_of: Callable[[nn.Parameter], Tensor] | None = None,
+    ) -> None:
+        """`towards`: the post's groups, to later ranks and to earlier ones. In one group NCCL would work through what a
+        pair sends each other in turn, and both would wait in a receive. `gradient_of`: what to sum in place, where it
+        is not `p.grad`.
+        """
+        self.stage, self.rank = stage, rank
+        self._later, self._earlier = towards
         self.gradient_of = gradient_of or gradient_or_zeros
         self._received: dict[tuple[str, int], tuple[Tensor, Pending]] = {}
         self._sent: list[tuple[Tensor, Pending]] = []
@@ -40,7 +50,8 @@ class TiedGradients:
             for other in self._others(name):
                 gradient = torch.empty_like(self.gradient_of(parameter), memory_format=torch.contiguous_format)
                 with about(f"tied {name}"):
-                    self._received[name, other] = gradient, recv_async(gradient, other, self.group, purpose="gradients")
+                    way = self._later if other < self.rank else self._earlier
+                    self._received[name, other] = gradient, recv_async(gradient, other, way, purpose="gradients")
 
     @torch.no_grad()
     def send(self) -> None:
@@ -49,7 +60,8 @@ class TiedGradients:
             mine = self.gradient_of(parameter).contiguous()
             with about(f"tied {name}"):
                 for other in self._others(name):
-                    self._sent.append((mine, send_async(mine, other, self.group, purpose="gradients")))
+                    way = self._later if other > self.rank else self._earlier
+                    self._sent.append((mine, send_async(mine, other, way, purpose="gradients")))
 
     @torch.no_grad()
     def add(self) -> None:
@@ -59,7 +71,7 @@ class TiedGradients:
         self._sent = []
         for name, parameter in self.parameters():
             mine = self.gradient_of(parameter)
-            parts = [mine if r == self.group.rank else self._take(name, r) for r in self.stage.shared[name]]
+            parts = [mine if r == self.rank else self._take(name, r) for r in self.stage.shared[name]]
             mine.copy_(torch.stack(parts).sum(0) if len(parts) > 2 else parts[0] + parts[1])
 
     def _take(self, name: str, other: int) -> Tensor:
@@ -68,7 +80,7 @@ class TiedGradients:
         return gradient
 
     def _others(self, name: str) -> list[int]:
-        return [rank for rank in self.stage.shared[name] if rank != self.group.rank]
+        return [rank for rank in self.stage.shared[name] if rank != self.rank]
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
