@@ -162,11 +162,10 @@ class OwnBuffers(HandWritten):
     """Every rank computes with buffers of its own."""
 
     def wrap(self, stage: nn.Module) -> None:
-        mine = {name: buffer.clone() for name, buffer in stage.named_buffers()}
         super().wrap(stage)
         self.module._buffers_may_differ = False
-        for name, buffer in stage.named_buffers():
-            buffer.copy_(mine[name])
+        for _, buffer in stage.named_buffers():
+            buffer.add_(self.layout.world.rank)
 
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         self.module._buffers_may_differ = False

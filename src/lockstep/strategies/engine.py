@@ -162,6 +162,9 @@ class Engine(ABC):
         """
         return self.synchronize(last=False)
 
+    def begin_passes(self) -> None:
+        """Before the first pass of a pipeline's step."""
+
     def zero_gradients(self) -> None:
         """Before the first micro-batch of a step."""
         self.optimizer.zero_grad(set_to_none=True)

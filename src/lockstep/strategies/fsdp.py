@@ -148,6 +148,11 @@ class FSDP(Engine):
 
     # ---- the passes of a pipeline ------------------------------------------------------------------------------
 
+    def begin_passes(self) -> None:
+        """Gather all of the stage: later stages are idle until the first micro-batch reaches them."""
+        for _, module in sharded_modules(self.model) if self._keeps_unsharded else []:
+            module.unshard(async_op=True)
+
     def accumulate(self) -> AbstractContextManager[None]:
         if self._keeps_unsharded:
             self._reduce_in_backward_of([])

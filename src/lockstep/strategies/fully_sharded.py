@@ -71,7 +71,6 @@ class FullySharded(Engine):
             "compute_dtype": self.options.compute_dtype,
             "reduce_dtype": torch.float32 if self.parallel.reduce_dtype == "fp32" else None,
             "process_group": self.layout.gradient,
-            "prefetch": self.parallel.prefetch,
             "device": self.layout.world.device,
             "offload": self.parallel.offload == "cpu",
             "initialize": fill_later,
@@ -81,7 +80,8 @@ class FullySharded(Engine):
         else:
             reshard = self.parallel.sharding == "FULL_SHARD"
             # No output dtype: the loss computes in fp32 whatever it is given.
-            self.module = FullyShardedDataParallel(stage, output_dtype=None, reshard_after_forward=reshard, **options)
+            options |= {"output_dtype": None, "reshard_after_forward": reshard, "prefetch": self.parallel.prefetch}
+            self.module = FullyShardedDataParallel(stage, **options)
         self.optimizer = self.options.make_optimizer(self.trainable())
 
     def keep_own_gradients(self) -> AbstractContextManager[None]:
@@ -97,6 +97,10 @@ class FullySharded(Engine):
         self, complete: Collection[Tensor], pending: Collection[Tensor] | None
     ) -> AbstractContextManager[None]:
         return self.module.last_backward(complete, pending)
+
+    def begin_passes(self) -> None:
+        assert isinstance(self.module, ShardedStage)
+        self.module.begin_step()
 
     def accumulated_gradient(self, parameter: nn.Parameter) -> Tensor:
         assert isinstance(self.module, ShardedStage)

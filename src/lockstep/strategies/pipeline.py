@@ -92,6 +92,7 @@ class PipelineWorker(Worker):
 
     def _begin(self, batch: Batch, reduces: bool = True) -> Step:
         step = super()._begin(batch, reduces)
+        self.engine.begin_passes()
         batches = step.micro_batches
         shapes = tuple(tuple(b.inputs.shape) for b in batches)
         loss = partial(self._loss_of, step=step)

@@ -3,7 +3,8 @@
 Micro-batches follow each other through the same blocks. To gather a block for each of them, and to reduce its gradients
 after each, would send as much as the micro-batches are many. So, per step:
 
-1. the first forward pass of a block gathers it (Ψ(n-1)/n bytes over all blocks), and the next one meanwhile
+1. `begin_step` issues the all-gathers of all blocks (Ψ(n-1)/n bytes), in the order of forward, and each block waits for
+   its own. Later stages stand idle until the first micro-batch reaches them, and gather meanwhile
 2. parameters stay unsharded, and gradients accumulate unsharded (in `reduce_dtype`), until the last backward pass
 3. in the last pass that adds to a unit's gradients, the unit is reduce-scattered as soon as it is complete (Ψ(n-1)/n)
 4. `finish_gradient_synchronization` reduces the rest, waits for all of it, and releases the unsharded parameters
@@ -35,14 +36,12 @@ class ShardedStage(ShardedModule):
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = torch.float32,
         process_group: GroupLike = None,
-        prefetch: int = 1,
         offload: bool = False,
         initialize: Initialize | None = None,
     ) -> None:
         """As `FullyShardedDataParallel`'s."""
         placement = Placement(device, CPU if offload else device, compute_dtype, reduce_dtype)
         super().__init__(module, shard, group_of(process_group, "shard"), placement, initialize, manual=True)
-        self.prefetch = prefetch
         self._in_step = False
         """Since the first forward pass that trains, until gradients are reduced."""
         self._sequence = [block for block in self.blocks if not block.is_root]
@@ -61,7 +60,7 @@ class ShardedStage(ShardedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.before_forward()
         if torch.is_grad_enabled() and not self._in_step:
-            self._begin_step()
+            self.begin_step()
         outside = self.outside()
         was_whole = [unit.state is State.WHOLE for unit in outside]
         for unit in outside:
@@ -73,9 +72,12 @@ class ShardedStage(ShardedModule):
                 unit.reshard()
         return outputs
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Issue the all-gathers of the whole stage."""
         self._in_step, self._issued = True, 0
         self.follow_freezing()
+        for unit in (*self.outside(), *(unit for block in self._sequence for unit in block.units)):
+            unit.prefetch()
         outside = self.outside()  # with what stages share, whose gradients are complete last
         blocks = [unit for block in reversed(self._sequence) for unit in block.units]
         self._order = [unit for unit in (*blocks, *outside) if unit.trainable]
@@ -99,9 +101,6 @@ class ShardedStage(ShardedModule):
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             block.was_whole = block.units[0].state is State.WHOLE
             block.unshard()
-            start = self._sequence.index(block) + 1
-            for following in self._sequence[start : start + self.prefetch] if torch.is_grad_enabled() else ():
-                following.prefetch()
             return self.cast((args, kwargs), self.placement.compute_dtype)
 
         return before
