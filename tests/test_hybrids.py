@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep import UserError
 from lockstep.cli import main
@@ -237,3 +238,23 @@ def test_weights_are_broadcast_once() -> None:
     names = ["bucketed,pp=2:1f1b", "zero1,tp=2", "zero3,tp=2", "fsdp,pp=2:1f1b", "zero2", "ddp,pp=2:1f1b"]
     for sent, whole in on_ranks(broadcast_bytes, 4, names)[0]:
         assert sent == whole
+
+
+def losses_with_an_unused_parameter(world: World, names: list[str]) -> list[list[float]]:
+    config = Config(CUT_GPT, Data(name="synthetic", samples=8), Train(batch_size=8))
+    dataset, found = load_data(world, config), []
+    for name in names:
+        plain = build_model(CUT_GPT, dataset.spec, seed=0)
+        plain.get_submodule("blocks.0").register_parameter("spare", nn.Parameter(torch.ones(3)))
+        strategy = prepare_strategy(world, replace(config, parallel=strategy_named(name)), dataset, plain)
+        batch = read_share(dataset.train, torch.arange(8), strategy.batch_share())
+        found.append([strategy.step(batch).loss for _ in range(3)])
+    return found
+
+
+def test_a_pass_without_all_gradients() -> None:
+    """DDP expects all of them in the pass in which it reduces."""
+    names = ["bucketed", "ddp,pp=2:1f1b", "bucketed,pp=2:1f1b", "zero2,pp=2:zb-h1", "zero3,pp=2:1f1b", "fsdp,pp=2:1f1b"]
+    plain, *others = on_ranks(losses_with_an_unused_parameter, 4, names)[0]
+    for name, losses in zip(names[1:], others, strict=True):
+        assert losses == pytest.approx(plain, abs=1e-5), name

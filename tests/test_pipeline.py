@@ -26,6 +26,14 @@ def row() -> nn.Module:
     return nn.Sequential(*(m for _ in range(9) for m in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 5)).double()
 
 
+def crossed() -> nn.Module:
+    """Weights that two ranks share, in another order on each; and one that a rank uses twice."""
+    model = row()
+    for later, first in ((16, 0), (14, 2), (6, 4)):
+        model.get_submodule(str(later)).weight = model.get_submodule(str(first)).weight
+    return model
+
+
 def gpt(**options: Any) -> nn.Module:
     shape = {"d_model": 8, "layers": 8, "heads": 2, "context": 6, "vocabulary": 11, **options}
     return build_model(GPT(**shape), DataSpec("tokens", (6,), 11), seed=3).double()
@@ -85,6 +93,7 @@ def check_all(world: World, schedules: list[str], every: int = 1) -> None:
     for schedule in schedules:
         situations = (
             ("row", row(), 13, False),
+            ("row, tied crosswise", crossed(), 9, False),
             ("gpt, tied", gpt(), 2 * world.size + 1, False),
             ("gpt, tied, its first part recomputed", gpt(), 5, (0,)),
             ("llama, recomputed, fewer rows than micro-batches", gpt(**llama), 4, True),

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,6 +38,8 @@ class DDP(Engine):
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage
         self.group: ObservedGroup | None = None
+        self._missing: set[Tensor] = set()
+        """In a pipeline: whose gradients the pass that reduces has not made."""
         self.optimizer = self.options.make_optimizer(self.trainable())
         if self.layout.gradient.size == 1 or not self.trainable():
             return
@@ -50,6 +53,8 @@ class DDP(Engine):
             gradient_as_bucket_view=True,
             init_sync=broadcasts_weights(),
         )
+        for parameter in self.trainable() if self.layout.degrees.pp > 1 else []:
+            parameter.register_post_accumulate_grad_hook(self._missing.discard)
 
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         if last or not isinstance(self.module, DistributedDataParallel):
@@ -67,12 +72,18 @@ class DDP(Engine):
         if isinstance(self.module, DistributedDataParallel) and set(self.trainable()) <= set(adds_to):
             self.module.reducer.prepare_for_backward([])
             self._reduced_in_backward = True
+            self._missing.update(self.trainable())
         return self.accumulate()
 
     def reduce_rest(self) -> None:
-        """DDP reduces in a backward that every parameter has a part in: here is one, that adds nothing."""
+        """DDP reduces in a backward that every parameter has a part in: here is one, that adds nothing; after one in
+        which some had no part, it is of those.
+        """
         if isinstance(self.module, DistributedDataParallel) and not self._reduced_in_backward:
             self.module(SYNCHRONIZE).backward()
+        elif self._missing:
+            torch.stack([0.0 * p.sum() for p in self._missing]).sum().backward()
+            self._missing.clear()
         self._reduced_in_backward = False
         self.finish_gradients()
 

@@ -190,7 +190,7 @@ class Engine(ABC):
         self.finish_gradients()
 
     def accumulated_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """What a stage's passes have added up, as `sum_tied_last` has it reduced or not; zeros where there is none."""
+        """What a stage's passes have added up, or zeros; reduced already where the engine `sums_tied_last`."""
         return gradient_or_zeros(parameter)
 
     def release(self) -> None:

@@ -24,7 +24,7 @@ from lockstep.parallel.data.wrapper import broadcast_module
 from lockstep.parallel.zero.sharded_module import OUTSIDE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
-from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, reduce_now
+from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, reduce_now, widen
 from lockstep.strategies.native_tensor import data_axes
 from lockstep.strategies.state import first_names
 from lockstep.strategies.theory import ModelSizes, Shape, Theory, gather_factor
@@ -78,14 +78,14 @@ class FSDP(Engine):
 
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
-        cut = parallel.sharding != "NO_SHARD"
-        sends = {"FULL_SHARD": "3Ψ(n-1)/n", "HYBRID_SHARD": "3Ψ(s-1)/s + 2Ψ(c-1)/(cs)"}
+        cut, once = parallel.sharding != "NO_SHARD", parallel.pp > 1 and not parallel.reshard_micro_batches
+        sends = {} if once else {"FULL_SHARD": "3Ψ(n-1)/n", "HYBRID_SHARD": "3Ψ(s-1)/s + 2Ψ(c-1)/(cs)"}
         return Facts(
             says=f"PyTorch's FSDP2, {parallel.sharding}",
             sends=sends.get(parallel.sharding, "2Ψ(n-1)/n"),
             divides=(cut, cut, cut),
-            sends_every_micro_batch=True,
-            advice=(GATHER_ONCE,) if parallel.sharding == "FULL_SHARD" else (),
+            sends_every_micro_batch=not once,
+            advice=(GATHER_ONCE,) if parallel.sharding == "FULL_SHARD" and not once else (),
         )
 
     @classmethod
@@ -151,12 +151,15 @@ class FSDP(Engine):
     def begin_passes(self) -> None:
         """Gather all of the stage: later stages are idle until the first micro-batch reaches them."""
         for _, module in sharded_modules(self.model) if self._keeps_unsharded else []:
-            module.unshard(async_op=True)
+            module.unshard(async_op=self.layout.world.device.type == "cuda")  # on the CPU FSDP2 waits at once
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
         if self._keeps_unsharded:
             self._reduce_in_backward_of([])
-        return nullcontext()
+        yield
+        for module in self._kept if self._keeps_unsharded and self.options.compute_dtype is not None else []:
+            widen(module)
 
     @contextmanager
     def reduce_in_backward(self, complete: Collection[Tensor], pending: Collection[Tensor] | None) -> Iterator[None]:

@@ -85,6 +85,16 @@ def is_complete(module: Any, complete: Collection[Tensor]) -> bool:
     return True
 
 
+def widen(module: Any) -> None:
+    """Add gradients to those of earlier passes in the dtype in which they are reduced, as FSDP2 does when a module's
+    backward ends: a weight pass comes after that.
+    """
+    for group in parameter_groups(module):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 def reduce_now(module: Any) -> None:
     """What FSDP2 does when a module's backward ends."""
     for group in parameter_groups(module):

@@ -43,7 +43,9 @@ class FullySharded(Engine):
         twice = gathers_twice(parallel)
         ahead = ("--parallel.prefetch 2 (gathers further ahead)",) if parallel.prefetch < 2 else ()
         return Facts(
-            says="parameters sharded too: a block is whole only while it computes",
+            says="parameters sharded too: a block is whole only while it computes"
+            if parallel.pp == 1
+            else "parameters sharded too: a stage is gathered once per step",
             sends="3Ψ(n-1)/n" if twice else "2Ψ(n-1)/n",
             divides=(True, True, True),
             sends_every_micro_batch=parallel.pp == 1,

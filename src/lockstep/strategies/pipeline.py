@@ -61,7 +61,7 @@ class PipelineWorker(Worker):
         post = Post(lists, self.placement, self.group, self.device)
         self.passes = Passes(engine.module, post, self.placement, self.group.rank)
         self.passes.splits_backward = parallel.schedule.startswith("zb-")
-        self.tied = TiedGradients(self.stage, self.group.rank, post.towards, engine.accumulated_gradient)
+        self.tied = TiedGradients(self.stage, post, engine.accumulated_gradient)
         self._reducing = [instruction for instruction in self.instructions if instruction.reduces]
         evaluation = forward_only(self.placement)
         post_of_evaluation = Post(evaluation, self.placement, self.group, self.device, post.towards)
@@ -108,6 +108,7 @@ class PipelineWorker(Worker):
 
     def _around_pass(self, instruction: Instruction, step: Step) -> AbstractContextManager[Any]:
         stack = ExitStack()
+        stack.enter_context(self.phases("forward" if instruction.kind == "forward" else "backward"))
         if instruction.reduces and (step.reduces or not self.engine.shows_own_gradients):
             if instruction is self._reducing[-1] and not self.engine.sums_tied_last:
                 self.tied.receive()
@@ -116,7 +117,6 @@ class PipelineWorker(Worker):
             stack.enter_context(self.engine.reduce_in_backward(complete, pending))
         else:
             stack.enter_context(self.engine.accumulate())
-        stack.enter_context(self.phases("forward" if instruction.kind == "forward" else "backward"))
         if instruction.kind == "forward":
             stack.enter_context(self.precision())
             if step.micro_batches[instruction.micro_batch].filler:  # it leaves running statistics alone

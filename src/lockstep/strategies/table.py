@@ -136,6 +136,10 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
         check_native_context(parallel.attention, device, precision, compiled, parallel.pp)
     if parallel.sequence and parallel.tp == 1:
         raise UserError("parallel.sequence cuts what lies between matrices that parallel.tp cuts, and that is 1")
+    if parallel.keep_gathered and "tp" in parallel.native:
+        raise UserError(
+            "parallel.keep_gathered is about our own cut layers, and tp=...:native has DTensor's; leave one out"
+        )
     if parallel.keep_gathered and not parallel.sequence:
         raise UserError(
             "parallel.keep_gathered is about what parallel.sequence gathers, and that is off; leave one out"

@@ -139,11 +139,11 @@ class GradientWrapper(nn.Module, ABC):
         assert self.manual, "the end of this pass is not the end of the step's backward"
         pending = complete if pending is None else pending
         self._last_of = pending
-        for parameter in complete:
-            if parameter not in pending:
-                self.backward_began()
-                self.gradient_ready(parameter)
         try:
+            for parameter in complete:
+                if parameter not in pending:
+                    self.backward_began()
+                    self.gradient_ready(parameter)
             yield
         finally:
             self._last_of = None

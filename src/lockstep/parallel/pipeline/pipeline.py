@@ -72,7 +72,7 @@ class Pipeline:
             mark_spread(self.stage.parameters(), "Pipeline")
         self.device = next((p.device for p in self.stage.parameters()), torch.device("cpu"))
         post = Post(lists, self.placement, self.group, self.device)
-        self._tied = TiedGradients(self.stage, self.group.rank, post.towards)
+        self._tied = TiedGradients(self.stage, post)
         self._passes = Passes(self.stage, post, self.placement, self.group.rank, recompute)
         self._passes.splits_backward = schedule.startswith("zb-")
         self._last = self.placement.place(self.placement.parts - 1)[0]

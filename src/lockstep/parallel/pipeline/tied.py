@@ -6,49 +6,63 @@ flight while the first stage still computes, and only the first stage's own grad
 """
 
 from collections.abc import Callable, Iterator
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import Pending, recv_async, send_async
 from lockstep.comm.ledger import about
-from lockstep.layout.group import Group
 from lockstep.layout.region import local
+from lockstep.parallel.pipeline.messages import Post
 from lockstep.parallel.pipeline.stage import Stage
 
 
 class TiedGradients:
     """Of one rank's stage, for one step after the other."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        rank: int,
-        towards: tuple[Group, Group],
-        gradient_of: Callable[[nn.Parameter], Tensor] | None = None,
-    ) -> None:
-        """`towards`: the post's groups, to later ranks and to earlier ones. In one group NCCL would work through what a
-        pair sends each other in turn, and both would wait in a receive. `gradient_of`: what to sum in place, where it
-        is not `p.grad`.
+    def __init__(self, stage: Stage, post: Post, gradient_of: Callable[[nn.Parameter], Tensor] | None = None) -> None:
+        """`gradient_of`: what to sum in place, where it is not `p.grad`.
+
+        What goes to later ranks and to earlier ones has the post's groups: in one group NCCL would work through what a
+        pair sends each other in turn, and both would wait in a receive.
         """
-        self.stage, self.rank = stage, rank
-        self._later, self._earlier = towards
+        self.stage, self.rank, self.device = stage, post.rank, post.device
+        self._later, self._earlier = post.towards
         self.gradient_of = gradient_of or gradient_or_zeros
         self._received: dict[tuple[str, int], tuple[Tensor, Pending]] = {}
         self._sent: list[tuple[Tensor, Pending]] = []
+        if "nccl" in self._later.backend and self._later.size > 1:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Send one number each way between every two stages that share a weight, all pairs in one order. NCCL connects
+        a pair at its first message, and blocks until the other side has one for it: the receives of a step would wait
+        for each other.
+        """
+        pairs = {pair for ranks in self.stage.shared.values() for pair in combinations(sorted(ranks), 2)}
+        for lower, higher in sorted(pairs):
+            number = torch.zeros(1, device=self.device)
+            if self.rank == lower:
+                send_async(number, higher, self._later, purpose="setup").wait()
+                recv_async(number, higher, self._earlier, purpose="setup").wait()
+            elif self.rank == higher:
+                recv_async(number, lower, self._later, purpose="setup").wait()
+                send_async(number, lower, self._earlier, purpose="setup").wait()
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trained ones that other stages have too."""
-        shared = self.stage.shared
-        yield from ((n, p) for n, p in self.stage.named_parameters() if n in shared and p.requires_grad)
+        """Trained ones that other stages have too, in one order on all stages: messages are matched by order."""
+        named = dict(self.stage.named_parameters())
+        yield from ((n, named[n]) for n in self.stage.shared if n in named and named[n].requires_grad)
 
     def receive(self) -> None:
         """Issue the receives, unless they are."""
         if self._received:
             return
         for name, parameter in self.parameters():
+            like = self.gradient_of(parameter)
             for other in self._others(name):
-                gradient = torch.empty_like(self.gradient_of(parameter), memory_format=torch.contiguous_format)
+                gradient = torch.empty(like.shape, dtype=like.dtype, device=self.device)
                 with about(f"tied {name}"):
                     way = self._later if other < self.rank else self._earlier
                     self._received[name, other] = gradient, recv_async(gradient, other, way, purpose="gradients")
@@ -57,7 +71,7 @@ class TiedGradients:
     def send(self) -> None:
         """Issue the sends of this stage's own gradients, zeros where there is none."""
         for name, parameter in self.parameters():
-            mine = self.gradient_of(parameter).contiguous()
+            mine = self.gradient_of(parameter).to(self.device).contiguous()
             with about(f"tied {name}"):
                 for other in self._others(name):
                     way = self._later if other > self.rank else self._earlier
@@ -71,7 +85,7 @@ class TiedGradients:
         self._sent = []
         for name, parameter in self.parameters():
             mine = self.gradient_of(parameter)
-            parts = [mine if r == self.rank else self._take(name, r) for r in self.stage.shared[name]]
+            parts = [mine if r == self.rank else self._take(name, r).to(mine.device) for r in self.stage.shared[name]]
             mine.copy_(torch.stack(parts).sum(0) if len(parts) > 2 else parts[0] + parts[1])
 
     def _take(self, name: str, other: int) -> Tensor:

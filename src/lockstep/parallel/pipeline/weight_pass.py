@@ -8,9 +8,9 @@ embeddings), which cost little, get their gradient in backward as always; so do 
 again (torch.utils.checkpoint), as the recomputation knows nothing of passes.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -76,11 +76,19 @@ class WeightPass(TorchFunctionMode):
 
     def run(self) -> None:
         """The products that backward has left, in its order. Gradients arrive as backward's do, hooks and all."""
-        left, self.left = self.left, []
-        for product, following in zip_longest(left, left[1:]):
-            if following is not None:
-                following.prepare()
-            torch.autograd.backward([product.weight], [product.compute()])
+        of: dict[Tensor, list[Product]] = {}
+        for product in self.left:
+            of.setdefault(product.parameter, []).append(product)  # a weight that is used twice gets one gradient
+        queue, self.left = deque(of.values()), []
+        of.clear()
+        following = queue.popleft() if queue else []
+        for product in following:
+            product.prepare()
+        while following:
+            products, following = following, queue.popleft() if queue else []
+            for product in following:
+                product.prepare()
+            torch.autograd.backward([p.weight for p in products], [p.compute() for p in products])
 
 
 _ACTIVE: list[WeightPass] = []

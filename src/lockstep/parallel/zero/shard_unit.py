@@ -257,6 +257,19 @@ class ShardUnit:
         """A parameter's unsharded gradient."""
         return self._wide.get(index, self.bodies[index].grad)
 
+    def unreduced_or_zeros(self, index: int) -> Tensor:
+        """The same, in the dtype in which it accumulates; zeros where there is none yet."""
+        body = self.bodies[index]
+        if self.unreduced(index) is None:
+            zeros = torch.zeros_like(body, dtype=self.reduce_dtype)
+            if self.reduce_dtype != self.dtype:
+                self._wide[index] = zeros
+            else:
+                body.grad = zeros
+        gradient = self.unreduced(index)
+        assert gradient is not None
+        return gradient
+
     @torch.no_grad()
     def widen(self, index: int) -> None:
         """Add a gradient to those of earlier passes in `reduce_dtype`: sums of many would lose too much in bf16."""

@@ -188,6 +188,8 @@ class ShardedDataParallel(GradientWrapper):
     # ---- backward --------------------------------------------------------------------------------------------
 
     def gradient_ready(self, parameter: Tensor) -> None:
+        if parameter not in self._places:
+            return  # unfrozen since it was wrapped: the optimizer refuses it
         number, index = self._places[parameter]
         if self._issued > number:
             return  # a late one, whose bucket is in flight: it waits for the next round

@@ -139,11 +139,7 @@ class ShardedStage(ShardedModule):
     def accumulated_gradient(self, parameter: Tensor) -> Tensor:
         """Unsharded, as it is before the reduction; zeros where there is none yet."""
         unit, index = self._places[parameter]
-        if unit.unreduced(index) is None:
-            unit.bodies[index].grad = torch.zeros_like(unit.bodies[index])
-        gradient = unit.unreduced(index)
-        assert gradient is not None
-        return gradient
+        return unit.unreduced_or_zeros(index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops a step that was begun and not finished."""
