@@ -108,13 +108,13 @@ def busy() -> None:
 
 @pytest.mark.slow
 def test_a_healthy_run_on_a_busy_machine_names_nobody(tmp_path: Path) -> None:
-    """120 steps of two ranks, beside three processes that take what they get."""
+    """70 steps of two ranks, beside three processes that take what they get."""
     load = [multiprocessing.get_context("spawn").Process(target=busy, daemon=True) for _ in range(3)]
     for process in load:
         process.start()
     try:
         command = [sys.executable, "-m", "lockstep", "train", "configs/digits_cnn.yaml", "--nproc", "2",
-                   "--train.steps", "120", "--train.evaluate-every", "0", "--run-dir", str(tmp_path)]  # fmt: skip
+                   "--train.steps", "70", "--train.evaluate-every", "0", "--run-dir", str(tmp_path)]  # fmt: skip
         subprocess.run(command, check=True, timeout=LONG, capture_output=True)
     finally:
         for process in load:

@@ -108,7 +108,7 @@ def shaped_run(file: Path) -> Any:
 @needs_namespaces
 def test_latency_shows_and_training_is_equal_over_it() -> None:
     flags = ("--strategies", "bucketed", "--steps", "1")
-    process = lockstep("verify", "--link", "1gbit,2ms", "--nproc", "2", *flags)
+    process = lockstep("verify", "--link", "1gbit,0.5ms", "--nproc", "2", *flags)
     out, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, err
     assert "1 of 1 passed" in out

@@ -1,12 +1,10 @@
 """Our own data parallelism, in its four modes: naive, flat, overlap, bucketed."""
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import ceil, prod
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
@@ -15,7 +13,7 @@ from lockstep.parallel import DataParallel
 from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE
 from lockstep.parallel.data.compression import COMPRESSIONS
 from lockstep.parallel.data.data_parallel import Sync
-from lockstep.strategies.engine import Engine
+from lockstep.strategies.by_hand import ByHand
 from lockstep.strategies.facts import Facts, Law
 from lockstep.strategies.theory import ModelSizes, Shape, Theory, all_reduce_factor, bucket_sizes, gather_factor
 
@@ -41,7 +39,7 @@ SENDS = {
 }
 
 
-class HandWritten(Engine):
+class HandWritten(ByHand):
     """`parallel.data` is the mode."""
 
     takes_any_graph = True
@@ -126,20 +124,6 @@ class HandWritten(Engine):
         )
         self.host_decides = parallel.compression != "none"  # it forgets what it kept of a skipped step
         self.optimizer = self.options.make_optimizer(self.trainable())
-
-    def synchronize(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self.module.no_sync()
-
-    def reduce_in_backward(
-        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
-    ) -> AbstractContextManager[None]:
-        return self.module.last_backward(complete, pending)
-
-    def zero_gradients(self) -> None:
-        self.module.zero_grad()
-
-    def finish_gradients(self) -> None:
-        self.module.finish_gradient_synchronization()
 
     def on_skip(self) -> None:
         self.module.forget_step()

@@ -1,6 +1,6 @@
 """ZeRO stage 3 by hand. Units are the model's blocks; what lies outside them is a unit of its own."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
@@ -16,12 +16,12 @@ from lockstep.models.blocks import blocks_of
 from lockstep.parallel.zero.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.zero.sharded_module import fill_later
 from lockstep.parallel.zero.sharded_stage import ShardedStage, stage_names
-from lockstep.strategies.engine import Engine
+from lockstep.strategies.by_hand import ByHand
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, gather_factor, padded
 
 
-class FullySharded(Engine):
+class FullySharded(ByHand):
     """ZeRO stage 3 by hand, as an engine."""
 
     takes_any_graph = True
@@ -86,19 +86,8 @@ class FullySharded(Engine):
             self.module = FullyShardedDataParallel(stage, **options)
         self.optimizer = self.options.make_optimizer(self.trainable())
 
-    def keep_own_gradients(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()
-
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()  # gradients are never whole: those of each micro-batch are reduced at once
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()
-
-    def reduce_in_backward(
-        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
-    ) -> AbstractContextManager[None]:
-        return self.module.last_backward(complete, pending)
 
     def begin_passes(self) -> None:
         assert isinstance(self.module, ShardedStage)
@@ -107,12 +96,6 @@ class FullySharded(Engine):
     def accumulated_gradient(self, parameter: nn.Parameter) -> Tensor:
         assert isinstance(self.module, ShardedStage)
         return self.module.accumulated_gradient(parameter)
-
-    def zero_gradients(self) -> None:
-        self.module.zero_grad()
-
-    def finish_gradients(self) -> None:
-        self.module.finish_gradient_synchronization()
 
     def predict(self, inputs: Inputs) -> Any:
         return called_with(self.module, inputs)

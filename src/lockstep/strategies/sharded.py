@@ -1,6 +1,5 @@
 """ZeRO stages 1 and 2 by hand: a sharded optimizer, and a wrapper that averages gradients to their owners."""
 
-from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,12 +11,12 @@ from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE
 from lockstep.parallel.holding import owned_pieces
 from lockstep.parallel.zero.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.zero.sharded_optimizer import ShardedOptimizer
-from lockstep.strategies.engine import Engine
+from lockstep.strategies.by_hand import ByHand
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes, gather_factor, padded
 
 
-class ShardedState(Engine):
+class ShardedState(ByHand):
     """`parallel.data` is zero1 or zero2.
 
     Stage 1 holds gradients whole while micro-batches accumulate, so they meet once per step; in stage 2 they are never
@@ -68,23 +67,6 @@ class ShardedState(Engine):
 
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or self.stage == 2 else self.module.no_sync()
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()
-
-    def reduce_in_backward(
-        self, complete: Collection[Tensor], pending: Collection[Tensor] | None
-    ) -> AbstractContextManager[None]:
-        return self.module.last_backward(complete, pending)
-
-    def keep_own_gradients(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()
-
-    def zero_gradients(self) -> None:
-        self.module.zero_grad()
-
-    def finish_gradients(self) -> None:
-        self.module.finish_gradient_synchronization()
 
     def settle(self) -> None:
         self.optimizer.wait_for_parameters()

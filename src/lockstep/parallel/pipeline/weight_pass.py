@@ -52,12 +52,11 @@ class WeightPass(TorchFunctionMode):
         x, weight, bias = linear_arguments(*args, **kwargs)
         if deferred_by(x, weight) is None:
             return F.linear(x, weight, bias)
-        given, cast, added = as_autocast(x, weight, bias)
-        assert cast is not None
+        with_dtype = deferring(x, weight, bias)
         with no_autocast(x.device):
-            return _Linear.apply(given, cast.detach(), added, self.deferring(weight, cast))
+            return _Linear.apply(*with_dtype)
 
-    def deferring(self, parameter: Tensor, weight: Tensor) -> Defer:
+    def defer_for(self, parameter: Tensor, weight: Tensor) -> Defer:
         """What a layer's backward calls instead of computing the gradient of `weight`."""
 
         def defer(compute: Callable[[], Tensor], prepare: Callable[[], object] = lambda: None) -> None:
@@ -98,6 +97,19 @@ def deferred_by(x: Tensor, weight: Tensor) -> WeightPass | None:
     """The weight pass that a linear layer leaves the gradient of its weight to, if there is one."""
     trained = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
     return _ACTIVE[-1] if _ACTIVE and trained and weight.is_leaf and not is_recomputed() else None
+
+
+def deferring(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Defer | None]:
+    """As autocast wants them, and whom backward leaves the gradient of the weight to. The weight is then detached: to
+    autograd, what has no gradient yet would count as one.
+    """
+    later = deferred_by(x, weight)
+    given, cast, added = as_autocast(x, weight, bias)
+    assert given is not None
+    assert cast is not None
+    if later is None:
+        return given, cast, added, None
+    return given, cast.detach(), added, later.defer_for(weight, cast)
 
 
 def linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.comm.collectives import Pending, all_reduce_async
 from lockstep.layout.group import Group
-from lockstep.models.autocast import as_autocast, no_autocast
-from lockstep.parallel.pipeline.weight_pass import Defer, deferred_by, is_recomputed
+from lockstep.models.autocast import no_autocast
+from lockstep.parallel.pipeline.weight_pass import Defer, deferring, is_recomputed
 from lockstep.parallel.tensor.exchange import PURPOSE, Gathering, Scattering, reduce_from_ranks
 from lockstep.uncompiled import uncompiled
 
@@ -68,19 +68,6 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, seq
     with no_autocast(x.device):
         y: Tensor = _SequenceRow.apply(given, cast, added, group, defer)
     return y
-
-
-def deferring(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Defer | None]:
-    """As autocast wants them, and whom backward leaves the gradient of the weight to. The weight is then detached: to
-    autograd, what has no gradient yet would count as one.
-    """
-    later = deferred_by(x, weight)
-    given, cast, added = as_autocast(x, weight, bias)
-    assert given is not None
-    assert cast is not None
-    if later is None:
-        return given, cast, added, None
-    return given, cast.detach(), added, later.deferring(weight, cast)
 
 
 def halves(x: Tensor) -> tuple[Tensor, ...]:

@@ -136,17 +136,10 @@ class FullyShardedDataParallel(ShardedModule):
         self.follow_freezing()
         for unit in self.units():
             unit.expire()
-        outside = self.outside()
-        was_whole = [unit.state is State.WHOLE for unit in outside]
-        for unit in outside:
-            unit.unshard()
-        args, kwargs = self.cast((args, kwargs), self.placement.compute_dtype)
-        outputs = self.module(*args, **kwargs)
+        with self.outside_unsharded():
+            args, kwargs = self.cast((args, kwargs), self.placement.compute_dtype)
+            outputs = self.module(*args, **kwargs)
         self._cursor = len(self._order) - 1 if torch.is_grad_enabled() else -1
-        if not torch.is_grad_enabled():
-            for unit, before in zip(outside, was_whole, strict=True):
-                if not before:  # else the backward of an earlier forward needs it
-                    unit.reshard()
         return self.watch_outputs(self.cast(outputs, self.output_dtype))
 
     def _watch(self, block: Block) -> tuple[RemovableHandle, RemovableHandle]:

@@ -35,6 +35,7 @@ from lockstep.comm.ledger import about
 from lockstep.layout.group import Group
 from lockstep.layout.region import Region, region_of
 from lockstep.parallel.zero.flat import FlatLayout, Piece, dense
+from lockstep.parallel.zero.unreduced import UnreducedGradients
 
 Owner = tuple[nn.Module, str]
 """A module and the name under which it has a parameter."""
@@ -114,8 +115,7 @@ class ShardUnit:
         """Its reduction has been issued since all were last waited for."""
         self.gradient: Tensor | None = None
         """This rank's part of the mean gradient, in the parameters' own dtype."""
-        self._wide: dict[int, Tensor] = {}
-        """Unsharded gradients of earlier passes, in `reduce_dtype`, where that is wider than what is computed in."""
+        self.unreduced = UnreducedGradients(self.bodies, self.reduce_dtype)
         self._reduction: Reduction | None = None
         self._mean_is_kept = False
         """`gradient` has a mean of this round, which is not handed over yet: another one is added to it."""
@@ -251,34 +251,7 @@ class ShardUnit:
 
     def has_gradients(self) -> bool:
         """Whole ones, that have not been reduced."""
-        return any(self.unreduced(i) is not None for i in self.trainable)
-
-    def unreduced(self, index: int) -> Tensor | None:
-        """A parameter's unsharded gradient."""
-        return self._wide.get(index, self.bodies[index].grad)
-
-    def unreduced_or_zeros(self, index: int) -> Tensor:
-        """The same, in the dtype in which it accumulates; zeros where there is none yet."""
-        body = self.bodies[index]
-        if self.unreduced(index) is None:
-            zeros = torch.zeros_like(body, dtype=self.reduce_dtype)
-            if self.reduce_dtype != self.dtype:
-                self._wide[index] = zeros
-            else:
-                body.grad = zeros
-        gradient = self.unreduced(index)
-        assert gradient is not None
-        return gradient
-
-    @torch.no_grad()
-    def widen(self, index: int) -> None:
-        """Add a gradient to those of earlier passes in `reduce_dtype`: sums of many would lose too much in bf16."""
-        gradient, self.bodies[index].grad = self.bodies[index].grad, None
-        assert gradient is not None
-        if index in self._wide:
-            self._wide[index].add_(gradient)
-        else:
-            self._wide[index] = gradient.to(self.reduce_dtype)
+        return any(self.unreduced.get(i) is not None for i in self.trainable)
 
     @torch.no_grad()
     def issue_reduce(self, buffer: Tensor) -> None:
@@ -289,7 +262,7 @@ class ShardUnit:
             self._forget_zeroed(all_of_it=not accumulates)
         buffer = buffer[: self.layout.length]
         for index, view in enumerate(self.layout.views(buffer)):
-            gradient = self.unreduced(index)
+            gradient = self.unreduced.get(index)
             if gradient is None:
                 view.zero_()
                 continue
@@ -297,9 +270,8 @@ class ShardUnit:
                 torch.mul(dense(gradient), 1.0 / self.group.size, out=view)
             else:
                 view.copy_(dense(gradient))
-            self.bodies[index].grad = None
             self.used[index] = True
-        self._wide.clear()
+        self.unreduced.drop()
         self.reduced = True
         target = buffer if self.replicated else self._target_of_reduction(accumulates)
         with about(self.name):
@@ -383,9 +355,9 @@ class ShardUnit:
         """Drop them and their memory."""
         self.finish_reduce()
         self.gradient, self._mean_is_kept, self.reduced = None, False, False
-        self._wide.clear()
-        for body, parameter in zip(self.bodies, self.parameters, strict=True):
-            body.grad = parameter.grad = None
+        self.unreduced.drop()
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def row_shape(whole: torch.Size, piece: Tensor) -> tuple[int, ...]:

@@ -9,6 +9,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from lockstep.models.blocks import ShardBy, chosen_blocks
 from lockstep.parallel.data.wrapper import Flags, GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
 from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.zero.gradient_buffers import GradientBuffers
-from lockstep.parallel.zero.shard_unit import Owner, Placement, ShardUnit
+from lockstep.parallel.zero.shard_unit import Owner, Placement, ShardUnit, State
 
 CPU = torch.device("cpu")
 OUTSIDE = "outside the blocks"
@@ -164,6 +165,20 @@ class ShardedModule(GradientWrapper):
         """What is whole from forward to backward: all that lies outside the blocks."""
         return [*(unit for block in self.blocks if block.is_root for unit in block.units), *self.rest]
 
+    @contextmanager
+    def outside_unsharded(self) -> Iterator[None]:
+        """Around a forward. What it has gathered stays for backward; without one it is released, unless the backward of
+        an earlier forward needs it.
+        """
+        outside = self.outside()
+        was_whole = [unit.state is State.WHOLE for unit in outside]
+        for unit in outside:
+            unit.unshard()
+        yield
+        for unit, before in zip(outside, was_whole, strict=True):
+            if not torch.is_grad_enabled() and not before:
+                unit.reshard()
+
     def follow_freezing(self) -> None:
         """Between two steps the user may have frozen parameters, or unfrozen them."""
         for unit in self.units():
@@ -286,7 +301,7 @@ class ShardedModule(GradientWrapper):
         names = self._names()
         for unit in self.trained_units():
             for index in unit.trainable:
-                yield names[unit.parameters[index]][0], unit.unreduced(index)
+                yield names[unit.parameters[index]][0], unit.unreduced.get(index)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by name, of the parameters that have one. For looking at: training never needs them."""

@@ -61,16 +61,9 @@ class ShardedStage(ShardedModule):
         self.before_forward()
         if torch.is_grad_enabled() and not self._in_step:
             self.begin_step()
-        outside = self.outside()
-        was_whole = [unit.state is State.WHOLE for unit in outside]
-        for unit in outside:
-            unit.unshard()
-        args, kwargs = self.cast((args, kwargs), self.placement.compute_dtype)
-        outputs = self.module(*args, **kwargs)
-        for unit, before in zip(outside, was_whole, strict=True):
-            if not torch.is_grad_enabled() and not before:
-                unit.reshard()
-        return outputs
+        with self.outside_unsharded():
+            args, kwargs = self.cast((args, kwargs), self.placement.compute_dtype)
+            return self.module(*args, **kwargs)
 
     def begin_step(self) -> None:
         """Issue the all-gathers of the whole stage."""
@@ -92,7 +85,7 @@ class ShardedStage(ShardedModule):
             return
         self._watched.add(body)
         if unit.reduce_dtype != unit.dtype:
-            body.register_post_accumulate_grad_hook(lambda _: unit.widen(index))
+            body.register_post_accumulate_grad_hook(lambda _: unit.unreduced.widen(index))
         self.watch(body)
 
     def _before_block(self, block: Block) -> Any:
@@ -139,7 +132,7 @@ class ShardedStage(ShardedModule):
     def accumulated_gradient(self, parameter: Tensor) -> Tensor:
         """Unsharded, as it is before the reduction; zeros where there is none yet."""
         unit, index = self._places[parameter]
-        return unit.unreduced_or_zeros(index)
+        return unit.unreduced.get_or_zeros(index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops a step that was begun and not finished."""
