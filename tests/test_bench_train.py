@@ -84,6 +84,23 @@ def test_what_is_not_the_same_work_is_not_compared() -> None:
 # ---- networks ------------------------------------------------------------------------------------------------------
 
 
+def test_the_formula_of_a_slow_network_where_the_model_is_cut() -> None:
+    tensor, native = (
+        timing(n, [0.1] * 3, exposed_s=[0.0] * 3, traffic=[Traffic(4, 12.5e6, 0.0, {"tp": 12.5e6})] * 3)
+        for n in ("single,tp=2", "single,tp=2:native")
+    )
+    assert predicted_exposed_ms(tensor, 1.0) == pytest.approx(100 - 100 / 3)  # products of weights hide a third
+    assert predicted_exposed_ms(tensor, 10.0) == pytest.approx(5.0)  # forward's half stands in the way
+    assert predicted_exposed_ms(native, 1.0) == pytest.approx(100.0)
+    stages = timing(
+        "single,pp=2:gpipe", [0.1] * 3, exposed_s=[0.05] * 3, traffic=[Traffic(8, 1e6, 0.0, {"pp": 1e6})] * 3
+    )
+    # 50 ms of computation: a bubble of a quarter (4 micro-batches), of 8 ms on the wire one in four, else as here
+    assert predicted_exposed_ms(stages, 1.0) == pytest.approx(50.0)
+    assert predicted_exposed_ms(stages, 0.1) == pytest.approx(50.0)  # 30 ms that computation cannot hide, 12.5 idle
+    assert predicted_exposed_ms(stages, 0.05) == pytest.approx(12.5 + 160 - 50)
+
+
 def test_the_formula_of_a_slow_network() -> None:
     naive, bucketed = (
         timing(n, [0.1] * 3, exposed_s=[0.0] * 3, traffic=[Traffic(4, 12.5e6)] * 3) for n in ("naive", "ddp")

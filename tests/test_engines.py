@@ -141,7 +141,8 @@ def backends(world: World) -> dict[str, set[str]]:
         ]
         meshes = {p.device_mesh for p in strategy.model.parameters() if hasattr(p, "device_mesh")}
         native = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-        found[name] = {g.backend for g in groups if g.size > 1} | {dist.get_backend(g) for g in native}
+        found[name] = {g.backend for g in groups if g.size > 1}
+        found[name] |= {dist.get_backend(getattr(g, "inner", g)) for g in native}  # of what is observed
         axes = {entry.axis for entry in strategy.ledger.entries}
         assert axes <= {"replicate", "shard", "replicate x shard"}, (name, axes)
         assert axes, name

@@ -15,11 +15,11 @@ from lockstep.errors import UserError
 from lockstep.layout.region import local
 from lockstep.layout.world import World
 from lockstep.models.deferred import seeded
+from lockstep.parallel.data.law import bucket_sizes, thin_elements
 from lockstep.strategies import Engine, available_strategies
-from lockstep.strategies.data_parallel import HandWritten, powersgd_elements
+from lockstep.strategies.data_parallel import HandWritten
 from lockstep.strategies.fully_sharded import FullySharded
 from lockstep.strategies.sharded import ShardedState
-from lockstep.strategies.theory import bucket_sizes
 from lockstep.strategies.worker import Worker
 from lockstep.verify import Request, Verdict, verify
 from lockstep.verify.run import Proofs
@@ -333,7 +333,7 @@ def test_senseless_requests_are_refused() -> None:
 def test_closed_forms_by_hand() -> None:
     # 4-byte elements; first bucket closes at a third of 1 MiB, later ones at 1 MiB = 262144 elements.
     assert bucket_sizes([200_000, 100_000, 90_000], 4, 1.0, 1 / 3) == [[90_000], [100_000, 200_000]]
-    assert powersgd_elements((64, 32), 2) == (192, True)
-    assert powersgd_elements((3, 2), 2) == (6, False)
-    assert powersgd_elements((8, 4, 3, 3), 1) == (44, True)
-    assert powersgd_elements((10,), 1) == (10, False)
+    assert thin_elements((64, 32), 2) == (192, True)
+    assert thin_elements((3, 2), 2) == (6, False)
+    assert thin_elements((8, 4, 3, 3), 1) == (44, True)
+    assert thin_elements((10,), 1) == (10, False)

@@ -251,7 +251,6 @@ def new_timing(
         threads=torch.get_num_threads(),
         cores={(platform.node(), core) for core in own_cores()},
         accumulation=config.train.accumulation,
-        traffic_is_seen=strategy.engine.traffic_is_seen,
         tokens_per_sample=dataset.spec.shape[0] if dataset.spec.kind == "tokens" else 0,
         peak_flops=peak[0] * world.size,
         peak_source=peak[1],

@@ -31,7 +31,7 @@ KNOWN = {
     "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine", "trust", "older"),
     "export": ("out", "format", "trust", "older"),
     "import": ("out",),
-    "verify": (*LAUNCH, "strategies", "preset", "world-size", "steps", "precision", "savers", "link"),
+    "verify": (*LAUNCH, "strategies", "preset", "world-size", "steps", "precision", "savers", "cost", "link"),
     "bench comm": (
         *LAUNCH,
         *("collectives", "algorithms", "against", "min-bytes", "max-bytes", "factor", "iters", "warmup", "check"),

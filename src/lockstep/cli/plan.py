@@ -239,10 +239,11 @@ def write(answer: Answer, arguments: PlanArguments, config: Config) -> None:
     if arguments.out is not None:
         if not answer.plans:
             raise UserError("--out: there is no layout that fits, so there is no config to write")
-        runnable = answer.best if answer.best.layout.ep == 1 else None
-        runnable = runnable or next((plan for plan in answer.plans if plan.layout.ep == 1), None)
+        runnable = next((plan for plan in (answer.best, *answer.plans) if not_run(plan.layout) is None), None)
         if runnable is None:
-            raise UserError("--out: every layout that fits spreads experts, which lockstep train does not do")
+            raise UserError(
+                f"--out: no layout that fits is one that lockstep train runs: {not_run(answer.best.layout)}"
+            )
         save_config(as_config(config, runnable), Path(arguments.out))
         print(f"{arguments.out}: {train_command(answer.question.cluster, arguments.out)}")
 
@@ -255,16 +256,28 @@ def train_command(cluster: Cluster, config: str) -> str:
     return f"torchrun {nodes} -m lockstep train {config}"
 
 
-ENGINES = {0: "bucketed", 1: "zero1", 2: "zero2", 3: "zero3"}
+def not_run(layout: Layout) -> str | None:
+    """Why `lockstep train` does not run it; None: it does."""
+    if layout.ep > 1:
+        return f"{layout} spreads experts"
+    if layout.is_hybrid and (layout.zero < 3 or layout.shards % layout.cp):
+        return f"{layout} divides over {layout.shards} of {layout.dp * layout.cp} ranks, which zero3 alone does"
+    return None
 
 
 def as_config(config: Config, plan: Plan) -> Config:
     """What `lockstep train` runs."""
+    from lockstep.strategies.table import hybrid_strategy, strategy_dividing  # torch
+
     layout: Layout = plan.layout
-    engine = ENGINES[layout.zero] if layout.dp * layout.cp > 1 else "single"
+    cuts_model = max(layout.tp, layout.pp, layout.cp) > 1
+    engine = strategy_dividing(layout.zero, cuts_model) if layout.dp * layout.cp > 1 else "single"
     parallel = replace(
         config.parallel,
-        data=engine,
+        data=hybrid_strategy() if layout.is_hybrid else engine,
+        sharding=cast(Any, "HYBRID_SHARD" if layout.is_hybrid else config.parallel.sharding),
+        shard=layout.shards // layout.cp if layout.is_hybrid else None,
+        replicate=layout.dp * layout.cp // layout.shards if layout.is_hybrid else None,
         tp=layout.tp,
         pp=layout.pp,
         cp=layout.cp,

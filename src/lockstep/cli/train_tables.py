@@ -178,8 +178,6 @@ def notes(timings: list[Timing], baselines: list[Timing]) -> list[str]:
     for t in timings:
         if t.skipped:
             lines.append(f"{t.label}: {t.skipped} of {len(t.step_s)} steps not taken: loss or gradients not finite")
-    if any(not t.traffic_is_seen for t in timings):
-        lines.append("-: this engine communicates in a way that cannot be watched.")
     if alone := baselines_among([*timings, *baselines]):
         ranks = max(timings, key=lambda t: t.ranks)
         threads = f", with {counted(alone[0].threads, 'thread')}; each rank of the others has {ranks.threads}"

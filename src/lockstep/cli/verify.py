@@ -15,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
 from lockstep.strategies import strategy_names
 from lockstep.verify import Request, Verdict, check_request, preset, verify
+from lockstep.verify.cost import MODEL_AXES
 from lockstep.verify.presets import Matrix
 from lockstep.words import counted
 
@@ -37,6 +38,8 @@ class VerifyArguments:
 
     lockstep verify --strategies bucketed ddp --world-size 3 --steps 50
 
+    lockstep verify --cost --strategies zero3 zero1,pp=2:zb-h1 --world-size 4
+
     lockstep verify --savers --strategies zero3 fsdp --world-size 2
 
     lockstep verify --model.name resnet --model.norm group --model.width 8 --strategies bucketed
@@ -58,6 +61,9 @@ class VerifyArguments:
     savers: bool = False
     """Verify the ways of saving memory with each strategy: activation checkpointing (full, every 2nd block, attention
     only), and LoRA; with gradient accumulation and clipping among them."""
+    cost: bool = False
+    """Show also what a step costs beside its laws: calls by axis, reductions issued early, what is held at once, how
+    long a stage of a pipeline is idle. A law that is broken fails with or without it."""
     link: LinkFlag = None
     launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
     model: Model = field(default_factory=CNN)
@@ -90,6 +96,8 @@ def main(argv: list[str]) -> int:
         verdicts += run_on_ranks(verify, asked, launch=launch, default_nproc=size, start_method="forkserver")[0]
     if os.environ.get("RANK", "0") == "0":
         print_verdicts(verdicts, request)
+        if arguments.cost:
+            print_costs(verdicts)
     return 0 if all(v.passed for v in verdicts) else 1
 
 
@@ -143,8 +151,8 @@ def print_verdicts(verdicts: list[Verdict], request: Request) -> None:
             v.strategy,
             str(v.world_size),
             *deltas,
-            str(sent.collectives) if v.traffic_is_seen else "-",
-            f"{sent.wire_bytes / 1e3:.2f}" if v.traffic_is_seen else "-",
+            str(sent.collectives),
+            f"{sent.wire_bytes / 1e3:.2f}",
             f"{v.expected.wire_bytes / 1e3:.2f}" if v.expected is not None else "-",
             v.law or "equality",
         )
@@ -156,3 +164,34 @@ def print_verdicts(verdicts: list[Verdict], request: Request) -> None:
     said = ", ".join(f"{name} of {count:,} parameters" for name, count in models.items())
     failed = sum(not v.passed for v in verdicts)
     screen.print(f"{len(verdicts) - failed} of {len(verdicts)} passed{f', with {said}' if said else ''}")
+
+
+def print_costs(verdicts: list[Verdict]) -> None:
+    """Counted, and after a slash what the law says; of the rank that is worst."""
+    screen = console()
+    table = new_table(
+        "cost of a step, counted / by the law",
+        ("strategy",),
+        (
+            "ranks",
+            *("calls\ndata", "calls\ntp", "calls\ncp", "calls\npp"),
+            *("issued\nearly", "kB gathered\nat once", "kB of state\nafter a step"),
+            *("micro-batches\nheld", "idle of\na stage"),
+        ),
+    )
+    for v in verdicts:
+        cost = v.cost
+        calls = [cost.calls.get(axis) for axis in MODEL_AXES]
+        table.add_row(
+            v.strategy,
+            str(v.world_size),
+            *("" if one is None else f"{one[0]}/{'-' if one[1] is None else one[1]}" for one in calls),
+            "" if cost.early is None else f"{cost.early[0]:g}/{cost.early[1]:g}",
+            *("" if one is None else f"{one[0] / 1e3:.1f}/{one[1] / 1e3:.1f}" for one in (cost.gathered, cost.state)),
+            *("" if one is None else f"{one[0]:g}/{one[1]:g}" for one in (cost.micro_batches, cost.idle)),
+        )
+    screen.print(table)
+    screen.print(
+        "calls: exactly; issued early: reductions of gradients before the last backward had ended, at least half of "
+        "all;\nheld, idle: at most (a forward takes 1, a backward 2). -: no law; empty: not counted for this strategy."
+    )

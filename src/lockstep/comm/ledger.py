@@ -126,6 +126,8 @@ class Traffic:
     wire_bytes: float
     parameter_bytes: float = 0.0
     """The part of it that carries parameters."""
+    axis_bytes: dict[str, float] = field(default_factory=dict)
+    """The parts of it along axes that cut the model: tp, cp, pp."""
 
 
 @dataclass
@@ -164,7 +166,11 @@ class Ledger:
         if axis:
             entries = [e for e in entries if e.cut == axis]
         parameters = sum(e.wire_bytes for e in entries if e.purpose == "parameters")
-        return Traffic(len(entries), sum(e.wire_bytes for e in entries), parameters)
+        by_axis: dict[str, float] = {}
+        for entry in entries:
+            if entry.cut != "data":
+                by_axis[entry.cut] = by_axis.get(entry.cut, 0.0) + entry.wire_bytes
+        return Traffic(len(entries), sum(e.wire_bytes for e in entries), parameters, by_axis)
 
     def exposed_seconds(self, *purposes: str, within: tuple[Mark, Mark] | None = None) -> float:
         """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""

@@ -1,7 +1,7 @@
 """Watching engines that we did not write: each collective is noted and passed on.
 
-    ObservedGroup   PyTorch's DDP takes any process group, also one written in Python. This one hands every call to the
-                    real group and returns the real group's work
+    ObservedGroup   a process group written in Python, which passes every call on to the real one: for DDP, which takes
+                    any, and by `observed_group` for DTensor's meshes and torch's pipelines
     observed        around a collective that an engine lets us issue for it (FSDP2), done when the call returns: for the
                     host, or on a GPU for the engine's stream
     note_calls      on an object of which an engine calls methods that communicate (DeepSpeed)
@@ -18,26 +18,154 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import note_end
 from lockstep.comm.ledger import Entry, active_ledger, mark
-from lockstep.layout.group import Group, group_of
+from lockstep.layout.group import Group, group_of, shared_group
 
 
 class ObservedGroup(dist.ProcessGroup):
-    """Delegates to `inner`, noting what is issued. The engine waits in C++, out of sight: see `waits_until_now`."""
+    """Delegates to a group's own process group, noting what is issued and how long it is waited for."""
+
+    def __init__(self, group: Group, purpose: str, sees_waits: bool = True) -> None:
+        """`purpose`: of the engine's collectives, which do not say what they are for. `sees_waits`: the stream that
+        waits for one is the stream that computes.
+        """
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+        self.group, self.inner, self.purpose, self.sees_waits = group, group.native, purpose, sees_waits
+
+    def _note(self, operation: str, nbytes: int, tensor: torch.Tensor, work: dist.Work) -> dist.Work:
+        ledger = active_ledger()
+        if ledger is None:
+            return work
+        entry = ledger.add(operation, self.purpose, self.group, nbytes)
+        note_end(work, entry, tensor.device, self.group)
+        return ObservedWork(work, entry, ledger.device) if self.sees_waits else work
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return self._note("all_reduce", total_bytes(tensors), tensors[0], self.inner.allreduce(tensors, opts))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._note("all_reduce", total_bytes(tensors), tensors[0], self.inner.allreduce_coalesced(tensors, opts))
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return self._note("broadcast", total_bytes(tensors), tensors[0], self.inner.broadcast(tensors, opts))
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        work = self.inner.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        return self._note("all_gather", total_bytes(outputs), outputs[0], work)
+
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        return self._note("all_gather", output.nbytes, output, self.inner._allgather_base(output, input, opts))
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        work = self.inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return self._note("reduce_scatter", total_bytes(inputs), inputs[0], work)
+
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        return self._note("reduce_scatter", input.nbytes, input, self.inner._reduce_scatter_base(output, input, opts))
+
+    def alltoall_base(self, output: Any, input: Any, *splits: Any) -> dist.Work:
+        return self._note("all_to_all", input.nbytes, input, self.inner.alltoall_base(output, input, *splits))
+
+    def send(self, tensors: list[torch.Tensor], *to: Any) -> dist.Work:
+        return self._note("send", total_bytes(tensors), tensors[0], self.inner.send(tensors, *to))
+
+    def recv(self, tensors: list[torch.Tensor], *source: Any) -> dist.Work:
+        return self._note("recv", total_bytes(tensors), tensors[0], self.inner.recv(tensors, *source))
+
+    # Set-up only.
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self.inner.allgather(outputs, inputs, opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self.inner.barrier(opts)
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return NAME
+
+    # What torch asks a group that it has made: it sets the name of its C++ half, which a subclass does not have.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.inner._device_types
+
+
+class ObservedWork(dist.Work):
+    """A collective in flight: whoever waits for it, also from C++, is seen."""
+
+    def __init__(self, inner: dist.Work, entry: Entry, clock: torch.device) -> None:
+        super().__init__()
+        self.inner, self.entry, self.clock = inner, entry, clock
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.entry.wait_started is None:
+            self.entry.wait_started = mark(self.clock)
+        self.inner.wait()
+        self.entry.wait_ended = mark(self.clock)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
+
+
+def total_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+NAME = "observed"
+"""Of the backend, as torch knows it."""
+
+
+def observed_group(group: Group, purpose: str = "activations", sees_waits: bool = True) -> dist.ProcessGroup:
+    """The same ranks as a group whose collectives are noted, for engines that find groups by their names: DTensor's
+    meshes, `torch.distributed.pipelining`. Every rank of it must ask.
+    """
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _make_observed, extended_api=True, devices=["cpu", "cuda"])
+    ranks = dist.get_process_group_ranks(group.native)
+    lane = f"{NAME} {group.axis} {purpose} {group.backend}"
+    return shared_group(ranks, NAME, lane=lane, options=(group, purpose, sees_waits), description=group.axis)
+
+
+def _make_observed(_: Any, options: Any) -> ObservedGroup:
+    return ObservedGroup(*options)
+
+
+class GroupOfDDP(ObservedGroup):
+    """For DDP, which takes the object itself, waits in C++, out of sight, and asks for its gradients' futures."""
 
     def __init__(self, group: Group, broadcasts: str) -> None:
-        """`broadcasts`: the purpose of the engine's broadcasts, which do not say what they are for."""
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
-        self.group, self.inner, self.broadcasts = group, group.native, broadcasts
-        self._open: list[Entry] = []
+        """`broadcasts`: the purpose of its broadcasts."""
+        super().__init__(group, "gradients")
+        self.broadcasts, self._open = broadcasts, list[Entry]()
 
-    def _note(self, operation: str, purpose: str, tensors: list[torch.Tensor], work: dist.Work) -> dist.Work:
+    def _note(self, operation: str, nbytes: int, tensor: torch.Tensor, work: dist.Work) -> dist.Work:
         ledger = active_ledger()
-        if ledger is not None:
-            entry = ledger.add(operation, purpose, self.group, sum(t.nbytes for t in tensors))
-            if purpose == "gradients":
-                entry.subject = f"bucket {len(self._open)}"
-                self._open.append(entry)
-            note_end(work, entry, tensors[0].device, self.group)
+        if ledger is None:
+            return work
+        if operation == "broadcast":
+            entry = ledger.add(operation, self.broadcasts, self.group, nbytes)
+        else:
+            entry = ledger.add(operation, self.purpose, self.group, nbytes)
+            entry.subject = f"bucket {len(self._open)}"
+            self._open.append(entry)
+        note_end(work, entry, tensor.device, self.group)
         return work
 
     def waits_until_now(self, device: torch.device) -> None:
@@ -52,23 +180,6 @@ class ObservedGroup(dist.ProcessGroup):
         for entry in self._open:
             entry.wait_started, entry.wait_ended = self._open[-1].issued, over
         self._open = []
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self._note("all_reduce", "gradients", tensors, self.inner.allreduce(tensors, opts))
-
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self._note("broadcast", self.broadcasts, tensors, self.inner.broadcast(tensors, opts))
-
-    # Set-up only.
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self.inner.allgather(outputs, inputs, opts)
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        return self.inner.barrier(opts)
-
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        return "observed"
 
     @property
     def group_name(self) -> str:  # type: ignore[override]

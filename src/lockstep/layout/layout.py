@@ -15,6 +15,7 @@ A group joins the ranks that differ in some axes only:
     norm       all                          whose squares make the gradient's norm
 """
 
+from collections.abc import Callable
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -85,9 +86,10 @@ class Layout:
             number = number * self._degree[axis] + index
         return number
 
-    def mesh(self, *axes: str) -> "DeviceMesh":
+    def mesh(self, *axes: str, through: Callable[[Group], dist.ProcessGroup] | None = None) -> "DeviceMesh":
         """A mesh of these axes, or of all that cut anything, for engines that take one; "shard x cp" is both as one.
-        Its groups are ours: left to itself, torch would make them on the world's first backend.
+        Its groups are ours: left to itself, torch would make them on the world's first backend. `through`: what the
+        engine communicates through instead of a group's own process group.
         """
         from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
@@ -95,7 +97,8 @@ class Layout:
         if axes in self._meshes:  # who shares a mesh must share the object
             return self._meshes[axes]
         groups = [self.group(*axis.split(" x ")) for axis in axes]
-        native = [g.process_group or self._new_group([self.world.rank]) for g in groups]
+        made = through or (lambda group: group.native)
+        native = [made(group) if group.size > 1 else self._new_group([self.world.rank]) for group in groups]
         spanned = tuple(name for axis in axes for name in axis.split(" x "))
         numbers = torch.tensor(self._ranks(spanned)).view([g.size for g in groups])
         given = native[0] if len(native) == 1 else native

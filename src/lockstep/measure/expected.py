@@ -6,9 +6,9 @@ from lockstep.config import Config
 from lockstep.data import Batch, DataSpec, Share, first_rows
 from lockstep.models import on_meta
 from lockstep.models.loss import loss_for
+from lockstep.parallel.law import Sent, added
 from lockstep.strategies import STRATEGIES, degrees_of, strategy_named
 from lockstep.strategies.options import COMPUTE_DTYPES, DTYPES
-from lockstep.strategies.theory import Theory, added
 from lockstep.strategies.traffic import FirstRank, traffic_by_axis
 
 
@@ -22,7 +22,7 @@ def meeting_cycle(config: Config) -> int:
     return STRATEGIES[config.parallel.data].facts(config.parallel).meets_every
 
 
-def theory_of(config: Config, spec: DataSpec, ranks: int) -> Theory | None:
+def theory_of(config: Config, spec: DataSpec, ranks: int) -> Sent | None:
     """What a step that is taken should send, where there is a closed form.
 
     There is none with adapters, recomputation, running statistics, gradients that several micro-batches send, or where

@@ -9,8 +9,8 @@ from lockstep.comm.ledger import Ledger, Traffic
 from lockstep.measure.breakdown import step_breakdown
 from lockstep.measure.memory import Memory
 from lockstep.measure.statistics import Estimate, estimate, percentiles
+from lockstep.parallel.law import Sent
 from lockstep.strategies.step import Phases
-from lockstep.strategies.theory import Theory
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Timing:
     peak_flops: float = 0.0
     """Of all ranks together."""
     peak_source: str = ""
-    theory: Theory | None = None
+    theory: Sent | None = None
     memory: Memory = field(default_factory=Memory)
     """Of the rank that holds most."""
     details: dict[str, Any] = field(default_factory=dict)
@@ -56,8 +56,6 @@ class Timing:
     accumulation: int = 1
     in_turns: bool = True
     """With the others, round by round; else their times cannot be paired."""
-    traffic_is_seen: bool = True
-    """False where an engine sends out of our sight."""
     cycle: int = 1
     """Steps after which all has happened that happens in some steps only; each counts as the mean of its cycle."""
     skipped: int = 0
@@ -122,16 +120,16 @@ class Timing:
 
     @property
     def exposed_ms(self) -> float:
-        return 1e3 * median(self.exposed_s) if self.traffic_is_seen else nan
+        return 1e3 * median(self.exposed_s)
 
     @property
     def exposed_share(self) -> float:
-        return min(1.0, self.exposed_ms / self.median_ms) if self.traffic_is_seen else nan
+        return min(1.0, self.exposed_ms / self.median_ms)
 
     @property
     def compute_ms(self) -> float:
         """What is left of a step when it does not wait."""
-        return max(0.0, self.median_ms - self.exposed_ms) if self.traffic_is_seen else nan
+        return max(0.0, self.median_ms - self.exposed_ms)
 
     @property
     def optimizer_ms(self) -> float:
@@ -140,7 +138,7 @@ class Timing:
 
     @property
     def comm_ms(self) -> float:
-        return 1e3 * median(self.comm_s) if self.comm_s and self.traffic_is_seen else nan
+        return 1e3 * median(self.comm_s) if self.comm_s else nan
 
     @property
     def hidden_share(self) -> float:
@@ -150,12 +148,18 @@ class Timing:
     @property
     def collectives(self) -> float:
         """Per step, on average: local SGD sends something in some steps only."""
-        return mean(t.collectives for t in self.traffic) if self.traffic_is_seen else nan
+        return mean(t.collectives for t in self.traffic)
 
     @property
     def wire_mb(self) -> float:
         """MB that a rank sends per step, on average."""
-        return mean(t.wire_bytes for t in self.traffic) / 1e6 if self.traffic_is_seen else nan
+        return mean(t.wire_bytes for t in self.traffic) / 1e6
+
+    @property
+    def axis_mb(self) -> dict[str, float]:
+        """The parts of it along axes that cut the model."""
+        axes = {axis for t in self.traffic for axis in t.axis_bytes}
+        return {axis: mean(t.axis_bytes.get(axis, 0.0) for t in self.traffic) / 1e6 for axis in axes}
 
     @property
     def parameters_mb(self) -> float:

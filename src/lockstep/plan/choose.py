@@ -18,7 +18,6 @@ from lockstep.plan.software import OURS, Kept, Software
 
 ADAPTERS = replace(OURS, name="lockstep, LoRA", kept=Kept(2, 0, 0), frozen=True)
 """Frozen weights in bf16; what the adapters need beside them is less than a hundredth."""
-ENGINES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 WHAT = {
     0: "every GPU holds a whole copy",
     1: "the ranks divide the optimizer's state",
@@ -42,6 +41,8 @@ class Choice:
 
 
 def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf16", finetune: bool = False) -> Choice:
+    from lockstep.strategies.table import strategy_dividing  # torch
+
     if finetune and not any(block.attention is not None for block, _ in network.layers):
         raise UserError(f"adapters (LoRA) are for transformers, and {network.name} is none; leave --finetune out")
     software: Software = ADAPTERS if finetune else OURS
@@ -59,7 +60,7 @@ def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf1
         needs = f"{plan.memory.gib:.0f} of {gib:g} GiB"
         before = "a whole copy does not fit with room to spare (or only if forward is computed twice), " if zero else ""
         reason = f"{before}{WHAT[zero]}{adapters}: {needs}" + (", the simplest that there is" if zero == 0 else "")
-        engine = ENGINES[zero] if cluster.gpus > 1 else "single"
+        engine = strategy_dividing(zero, cuts_model=False) if cluster.gpus > 1 else "single"
         return Choice(engine + name, reason, flags_of(plan, engine) + lora, plan, faster_than(plan, best))
     if best is None:
         return Choice("none", f"no layout fits {cluster.gpus} GPUs of {gib:g} GiB: take more, or larger ones", "", None)
@@ -70,7 +71,7 @@ def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf1
     if not axes:
         how = "with all of forward computed again"
     reason = f"divided by the data-parallel ranks alone it does not fit; {how}: {best.memory.gib:.0f} of {gib:g} GiB"
-    engine = ENGINES[layout.zero]
+    engine = strategy_dividing(layout.zero, cuts_model=bool(axes))
     return Choice(",".join([engine + name, *axes]), reason, flags_of(best, engine) + lora, best)
 
 

@@ -11,21 +11,21 @@ TIME = {
     "head": ("3 x products with the vocabulary, and passes over fp32 logits", "plan/step.py"),
     "recompute": ("forward again, as much of it as the layout asks for", "plan/layout.py"),
     "tensor": (
-        "2 x 2(t-1)/t tokens x hidden bytes a layer and direction, over the links of the group",
-        "strategies/theory",
+        "2 x 2(t-1)/t tokens x hidden bytes a layer and direction (sequence: 2 x 3 back), over the group's links",
+        "parallel/tensor/law.py",
     ),
     "context": (
         "(c-1) messages of keys and values a layer, beyond what attention hides",
-        "parallel/context",
+        "parallel/context/law.py",
     ),
     "experts": ("two all-to-alls of tokens x visits a layer and direction, and their permutation", "plan/links.py"),
-    "shards": ("(n-1)/n parameters gathered twice and reduced once, beyond what layers hide", "strategies/theory"),
+    "shards": ("(n-1)/n parameters gathered twice and reduced once, beyond what layers hide", "parallel/zero/law.py"),
     "launch": ("the host's time to issue a layer's kernels, where it exceeds the GPU's", "plan/step.py"),
     "pipeline": (
         "the schedule, run with these stages: what the busiest rank stands idle",
         "parallel/pipeline",
     ),
-    "gradients": ("2(n-1)/n gradients (and parameters back), beyond what backward hides", "strategies/theory"),
+    "gradients": ("2(n-1)/n gradients (and parameters back), beyond what backward hides", "parallel/data/law.py"),
     "optimizer": ("28 bytes per parameter of the rank's share, over the memory's rate", "plan/step.py"),
     "straggling": ("what the slowest of so many ranks costs", "plan/constants.yaml"),
 }

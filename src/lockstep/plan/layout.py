@@ -38,6 +38,8 @@ class Layout:
     recompute: Recompute = "none"
     sequence: bool = True
     """With tp: what is not cut by it is cut along the sequence."""
+    keep_gathered: bool = False
+    """With sequence: gathered inputs stay until backward, instead of being gathered again."""
     expert_tp: int = 0
     """Tensor parallelism of the experts; 0: as tp."""
     offload: bool = False
@@ -55,6 +57,11 @@ class Layout:
     def shards(self) -> int:
         """Ranks that divide what `zero` divides."""
         return min(self.shard or self.dp * self.cp, self.dp * self.cp)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Shards are divided over some of the ranks, and copied over the others."""
+        return self.zero > 0 and self.shards < self.dp * self.cp
 
     @property
     def experts_tp(self) -> int:
@@ -131,7 +138,7 @@ def illegal(network: Network, layout: Layout, gpus: int) -> str | None:
     if layout.pp > 1 and layout.schedule == "interleaved" and layout.micro_batches % layout.pp:
         return f"interleaved needs a multiple of {layout.pp} micro-batches, and there are {layout.micro_batches}"
     if layout.pp > 1 and layout.zero == 3:
-        return "zero3 gathers every stage's parameters again for each micro-batch: zero1 goes with a pipeline"
+        return "in a pipeline zero3 keeps a stage's parameters gathered, so it sends and holds what zero1 does"
     if network.context % (2 * layout.cp) and layout.cp > 1:
         return f"a context of {network.context} does not divide into {2 * layout.cp} chunks"
     experts = max((p.experts for b in network.blocks() for p in b.products), default=0)

@@ -19,10 +19,8 @@ from lockstep.plan.step import Setting, step_time
 from lockstep.results.metrics import read_metrics
 from lockstep.results.record import Record
 from lockstep.strange import json_of
-from lockstep.strategies import degrees_of, strategy_named
-
-STAGES = {"zero1": 1, "zero1_torch": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
-"""ZeRO stages of the strategies that have one."""
+from lockstep.strategies import STRATEGIES, degrees_of, strategy_named
+from lockstep.strategies.pipeline import micro_batches_of
 
 
 @dataclass
@@ -46,23 +44,22 @@ def layout_of(config: Config, ranks: int) -> Layout:
     parallel, train = config.parallel, config.train
     degrees = degrees_of(parallel, ranks)
     dp = degrees.replicate * degrees.shard
-    micro_batches = train.accumulation
-    if parallel.pp > 1:
-        micro_batches = parallel.micro_batches or (train.accumulation if train.accumulation > 1 else 2 * parallel.pp)
+    micro_batches = train.accumulation if parallel.pp == 1 else micro_batches_of(parallel, train.accumulation)
     recompute: Recompute = train.recompute
     return Layout(
         dp=dp,
         tp=parallel.tp,
         pp=parallel.pp,
         cp=parallel.cp,
-        zero=STAGES.get(parallel.data, 0),
-        shard=degrees.shard if degrees.replicate > 1 and degrees.shard > 1 else 0,
+        zero=STRATEGIES[parallel.data].facts(parallel).zero_stage,
+        shard=degrees.shard * degrees.cp if degrees.replicate > 1 and degrees.shard > 1 else 0,
         schedule=parallel.schedule if parallel.pp > 1 else "1f1b",
         chunks=2 if parallel.pp > 1 and parallel.schedule == "zb-v" else parallel.chunks,
         micro_batch=max(1, train.batch_size // (dp * micro_batches)),
         global_batch=train.batch_size,
         recompute=recompute,
         sequence=parallel.sequence,
+        keep_gathered=parallel.keep_gathered,
     )
 
 

@@ -3,20 +3,18 @@
 parameters    in the type that they are kept in, cut by tensor parallelism, pipeline, experts and zero3
 gradients     likewise, by zero2
 optimizer     moments, and the master weights that narrow parameters need, by zero1
-activations   what forward leaves for backward, of every micro-batch in flight (by the schedule's own list)
+activations   what forward leaves for backward, of every micro-batch in flight (by the schedule's law)
 logits        of the last stage, with their gradient
 buffers       layers that zero3 has gathered, gradients on their way
 overhead      the runtime's context, communication buffers, blocks that the allocator cannot use
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-from lockstep.parallel.pipeline.schedule import placement_of
-from lockstep.parallel.pipeline.timetable import most_held
+from lockstep.parallel.pipeline.law import held
+from lockstep.parallel.zero.law import divided
 from lockstep.plan.layout import Layout, stages_of
 from lockstep.plan.network import Block
-from lockstep.plan.pipeline import enough, instructions
 from lockstep.plan.step import Setting
 
 GIB = 2.0**30
@@ -75,21 +73,19 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]
     if stage == layout.pp - 1:
         dense += network.head_parameters if layout.pp == 1 or not network.tied else network.embedding_parameters
     dense, routed = dense / layout.tp, routed / layout.ep / layout.experts_tp
-    divided = [layout.zero >= 3 and layout.pp == 1, layout.zero >= 2, layout.zero >= 1]
-    if layout.zero == 3 and layout.pp > 1:  # what a stage has gathered it keeps for all its micro-batches
-        divided = [False, False, True]
     kinds = dict.fromkeys(KINDS, 0.0)
     sizes = (kept.parameter, kept.gradient, kept.optimizer)
-    for kind, size, is_divided in zip(("parameters", "gradients", "optimizer"), sizes, divided, strict=True):
+    shares = divided(layout.zero, layout.pp > 1)
+    for kind, size, is_divided in zip(("parameters", "gradients", "optimizer"), sizes, shares, strict=True):
         shards = layout.shards if is_divided else 1
         kinds[kind] = size * (dense / shards + routed / max(1, shards // layout.ep))
     if layout.offload:
         kinds["optimizer"] = 0.0
     tokens = layout.tokens(network.context)
-    held = in_flight(layout, stage)
-    kinds["activations"] = tokens * held * sum(kept_by_layer(s, b) * n for b, n in blocks)
-    if s.beside > 1:  # a layer's inputs, gathered to compute with
-        kinds["activations"] += 2 * tokens * network.hidden * s.element
+    kinds["activations"] = tokens * in_flight(layout, stage) * sum(kept_by_layer(s, b) * n for b, n in blocks)
+    if s.beside > 1:  # inputs of column layers, gathered to compute with
+        kept_whole = sum(n for _, n in blocks) * in_flight(layout, stage) if layout.keep_gathered else 1
+        kinds["activations"] += 2 * tokens * network.hidden * s.element * kept_whole
     if layout.recompute in ("full", "every", "selective"):
         kinds["activations"] += tokens * max(whole_layer(s, b) for b, _ in network.layers)
     if stage == layout.pp - 1 and network.vocabulary:
@@ -176,14 +172,7 @@ def in_flight(layout: Layout, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once; a chunk of one counts as its share."""
     if layout.pp == 1:
         return 1.0
-    few = min(layout.micro_batches, enough(layout.schedule, layout.pp))
-    return min(_held(layout.schedule, layout.pp, few, layout.chunks)[stage], float(layout.micro_batches))
-
-
-@lru_cache(maxsize=512)
-def _held(schedule: str, stages: int, micro_batches: int, chunks: int) -> tuple[float, ...]:
-    placement = placement_of(schedule, stages, chunks)
-    return tuple(most_held(one, placement) for one in instructions(schedule, stages, micro_batches, chunks))
+    return held(layout.schedule, layout.pp, layout.micro_batches, layout.chunks, stage)
 
 
 def overhead(setting: Setting, held: float) -> float:

@@ -41,12 +41,6 @@ def enough(schedule: str, stages: int) -> int:
     return 2 * stages if schedule in ("interleaved", "zb-v") else stages + 2
 
 
-def idle_by_formula(schedule: str, stages: int, chunks: int, one: float) -> float:
-    """A first guess, to choose by what is worth running. `one`: a micro-batch on the busiest rank."""
-    share = {"interleaved": 1 / chunks, "zb-h1": 1 / 3, "zb-v": 1 / 6}.get(schedule, 1.0)
-    return (stages - 1) * share * one
-
-
 @lru_cache(maxsize=4096)
 def _span(schedule: str, stages: int, micro_batches: int, chunks: int, relative: tuple[float, ...]) -> float:
     """`relative`: forward of each rank, backward of each, and a message."""

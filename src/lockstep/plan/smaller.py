@@ -5,13 +5,11 @@ from dataclasses import replace
 
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.plan.learn import STAGES, layout_of, setting_for
+from lockstep.plan.learn import layout_of, setting_for
 from lockstep.plan.machine import machine_of
 from lockstep.plan.memory import GIB, memory_of
 from lockstep.plan.trace import network_of_config, spec_without_data
-from lockstep.strategies import degrees_of
-
-ENGINES = ("zero1", "zero2", "zero3")
+from lockstep.strategies import STRATEGIES, degrees_of
 
 
 def changes(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
@@ -28,10 +26,11 @@ def changes(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
         yield f"--train.accumulation {twice}", replace(config, train=replace(train, accumulation=twice))
     if train.recompute != "full":
         yield "--train.recompute full", replace(config, train=replace(train, recompute="full"))
-    stage = STAGES.get(parallel.data, 0)
-    shared = degrees.replicate * degrees.shard > 1 and parallel.data not in ("single", "deepspeed")
-    for engine in ENGINES[stage:] if shared else ():
-        yield f"--parallel.data {engine}", replace(config, parallel=replace(parallel, data=engine))
+    engine = STRATEGIES[parallel.data].facts(parallel).smaller if degrees.replicate * degrees.shard > 1 else None
+    while engine is not None:
+        changed = replace(parallel, data=engine)
+        yield f"--parallel.data {engine}", replace(config, parallel=changed)
+        engine = STRATEGIES[engine].facts(changed).smaller
 
 
 def smaller(config: Config, ranks: int, on_gpu: bool) -> str | None:

@@ -20,13 +20,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import log2
 
+from lockstep.parallel.context.law import hops
+from lockstep.parallel.pipeline.law import MICRO_BATCH, idle
+from lockstep.parallel.tensor.law import PASSES_FORWARD, passes_backward
+from lockstep.parallel.zero.law import gathers
 from lockstep.plan.constants import Constants, fitted
 from lockstep.plan.kernels import attention_seconds, memory_rate, moving_seconds, product_seconds
 from lockstep.plan.layout import SHARE, Layout, stages_of
 from lockstep.plan.links import GATHER, REDUCE, collective_seconds, exchange_seconds, message_seconds
 from lockstep.plan.machine import Machine
 from lockstep.plan.network import Block, Network
-from lockstep.plan.pipeline import idle_by_formula, pipeline_seconds
+from lockstep.plan.pipeline import pipeline_seconds
 from lockstep.plan.software import OURS, Software
 
 Terms = dict[str, float]
@@ -107,6 +111,18 @@ class Clock:
         self.s, self.c = setting, with_factors(setting)
         self.tokens = setting.layout.tokens(setting.network.context)
 
+    @property
+    def gathers_again(self) -> bool:
+        """Backward gathers the inputs of column layers again: ours, with sequence parallelism. Other software has it
+        too, behind a product; there it is part of what `tensor_exposed` was fitted to.
+        """
+        return self.s.software.own_engines and self.s.beside > 1 and not self.s.layout.keep_gathered
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Layer by layer, in every micro-batch. In a pipeline ours gathers a stage once in a step, as zero1 does."""
+        return self.s.layout.zero >= 3 and not (self.s.software.own_engines and self.s.layout.pp > 1)
+
     # ---- one layer, one micro-batch ----------------------------------------------------------------------------
 
     def forward(self, block: Block) -> Terms:
@@ -122,7 +138,7 @@ class Clock:
         elements = c["passes_width"] * block.width / s.beside + c["passes_inner"] * block.inner / tp
         eager = 1.0 if s.software.fused else c["passes_eager"]
         terms["moving"] = FORWARD * eager * moving_seconds(self.tokens * elements, s.machine, c, self.s.element)
-        terms["tensor"] = self.tensor(block)
+        terms["tensor"] = self.tensor(block, PASSES_FORWARD)
         if block.is_routed:
             terms["experts"] = self.experts(block)
         work = s.network.work
@@ -148,13 +164,13 @@ class Clock:
                 total += product_seconds(tokens * p.rows, p.k, p.n, s.wide, s.machine, self.c)
         return total
 
-    def tensor(self, block: Block) -> float:
-        """Two reductions of a layer's tokens, each as a reduce-scatter and an all-gather or at once."""
+    def tensor(self, block: Block, passes: int) -> float:
+        """Of a layer's two pairs of cut matrices, each sending its tokens around the ring `passes` times."""
         tp = self.s.layout.tp
         if tp == 1:
             return 0.0
         payload = self.tokens * block.width * self.s.element
-        seconds = 2 * collective_seconds(payload, tp, 1, self.s.machine, self.c, REDUCE)
+        seconds = 2 * collective_seconds(payload, tp, 1, self.s.machine, self.c, passes)
         return seconds * (self.c["tensor_exposed"] if self.s.software.overlaps_tensor else 1.0)
 
     def ring(self, block: Block, attention: float) -> float:
@@ -163,8 +179,8 @@ class Clock:
             return 0.0
         a = block.attention
         payload = self.tokens * max(1, a.kv_heads / tp) * (a.dim + a.value_dim) * self.s.element
-        hops = (cp - 1) * message_seconds(payload, tp * (cp - 1), self.s.machine, self.c)
-        return max(0.0, hops - attention * 0.5) + self.c["ring_uneven"] * attention * (1 - 1 / cp)
+        sent = hops(cp) * message_seconds(payload, tp * (cp - 1), self.s.machine, self.c)
+        return max(0.0, sent - attention * 0.5) + self.c["ring_uneven"] * attention * (1 - 1 / cp)
 
     def experts(self, block: Block) -> float:
         s, layout = self.s, self.s.layout
@@ -186,8 +202,12 @@ class Clock:
             terms["attention"] = by * forward["attention"]
         wide = max(1.0, 4 / self.s.element)  # keys and values, and their gradients: ours in fp32
         ring = 1 + wide if self.s.software.own_engines else 2.0
-        for name in ("tensor", "context", "experts"):
-            terms[name] = (ring if name == "context" else 1.0) * forward.get(name, 0.0)
+        terms["context"] = ring * forward.get("context", 0.0)
+        terms["experts"] = forward.get("experts", 0.0)
+        terms["tensor"] = forward.get("tensor", 0.0)
+        more = passes_backward(self.gathers_again) - PASSES_FORWARD
+        if more:  # in flight beside the products of the column layers' inputs' gradients, half of them
+            terms["tensor"] += self.behind(self.tensor(block, more) * self.s.network.work, forward["products"] / 2)
         share = SHARE[layout.recompute]
         again = sum(forward.get(name, 0.0) for name in ("products", "attention", "moving"))
         sent = sum(forward.get(name, 0.0) for name in ("tensor", "context", "experts"))
@@ -201,10 +221,10 @@ class Clock:
     def with_waits(self, block: Block, forward: Terms, backward: Terms) -> None:
         """Add what a layer stands waiting for: its shards, and the host."""
         s, c, layout = self.s, self.c, self.s.layout
-        if layout.zero >= 3 or (layout.zero == 2 and s.software.gathers_at_two):
+        if self.gathers_layers or (layout.zero == 2 and s.software.gathers_at_two):
             gather, reduce = self.shard_traffic(block.parameters)
-            twice = 1 if layout.zero >= 3 and layout.pp == 1 else 0
-            for terms, traffic in ((forward, gather), (backward, gather * twice + reduce)):
+            again = gathers(layout.zero, layout.pp > 1) - 1
+            for terms, traffic in ((forward, gather), (backward, gather * again + reduce)):
                 terms["shards"] = self.behind(traffic, sum(terms.values()))
         if not s.software.graphs and s.machine.is_gpu:
             floor = s.software.host * c["launch_layer"] * (1.0 + (c["launch_tensor"] if layout.tp > 1 else 0.0))
@@ -270,8 +290,8 @@ class Clock:
         """Seconds, with the idle time of the pipeline by formula: what is worth working out."""
         layout, (counts, forward, backward) = self.s.layout, self.stages
         one = max(f + b for f, b in zip(forward, backward, strict=True))
-        idle = idle_by_formula(layout.schedule, layout.pp, layout.chunks, one)
-        return layout.micro_batches * one + idle + sum(self.ends(counts[0], forward[0], backward[0]).values())
+        waits = idle(layout.schedule, layout.pp, layout.micro_batches, layout.chunks) / MICRO_BATCH * one
+        return layout.micro_batches * one + waits + sum(self.ends(counts[0], forward[0], backward[0]).values())
 
     def step(self) -> StepTime:
         s, layout = self.s, self.s.layout
@@ -310,7 +330,7 @@ class Clock:
         optimizer = update / rate + (0.0 if not s.machine.is_gpu else 1e-3)
         if software.frozen:
             return {"gradients": 0.0, "optimizer": 0.0}
-        if layout.zero >= 3:
+        if self.gathers_layers:
             return {"gradients": self.outside_gradients(), "optimizer": optimizer}
         ranks, stride = layout.dp * layout.cp, layout.tp
         sent = returned = 0.0

@@ -177,10 +177,11 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
     plain = train.compile == "none"
     vocabulary = getattr(config.model, "vocabulary", None) or 0
     ideas: list[tuple[bool, str]] = []
+    facts = STRATEGIES[parallel.data].facts(parallel)
     match bound:
         case "communication":
             ideas = [
-                *((True, flag) for flag in STRATEGIES[parallel.data].facts(parallel).advice),
+                *((True, flag) for flag in facts.advice),
                 (train.accumulation == 1, "--train.accumulation 4 with 4 times the batch (one exchange for 4)"),
             ]
         case "compute":
@@ -199,8 +200,8 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
                 (plain, "--train.compile blocks (fused operations read and write once)"),
                 (device == "cuda" and train.precision == "fp32", "--train.precision bf16 (half the bytes)"),
                 (
-                    STRATEGIES[parallel.data].axis == "replicate" and ranks > 1,
-                    "--parallel.data zero1 (1/n of the optimizer)",
+                    facts.zero_stage == 0 and facts.smaller is not None and ranks > 1,
+                    f"--parallel.data {facts.smaller} (1/n of the optimizer)",
                 ),
                 (True, "a larger --train.batch-size: the optimizer's share falls"),
             ]
@@ -212,6 +213,6 @@ def flags_to_try(bound: str, config: Config, ranks: int, device: str) -> list[st
             ideas = [
                 (plain, "--train.compile blocks (one call for many operations)"),
                 (True, "a larger --train.batch-size: more work for each call"),
-                (parallel.data == "naive", "--parallel.data bucketed (fewer, larger collectives)"),
+                (facts.one_by_one, "--parallel.data bucketed (fewer, larger collectives)"),
             ]
     return [text for wanted, text in ideas if wanted]

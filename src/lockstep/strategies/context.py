@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from lockstep.errors import UserError
 from lockstep.layout import Group
 from lockstep.parallel.context.context_parallel import positions_of, ring_attention, ulysses_attention
-from lockstep.strategies.theory import NOTHING, Theory, gather_factor
 
 ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
 
@@ -30,29 +29,6 @@ def cut_positions(model: nn.Module, group: Group, attention: str) -> None:
 
 def attention_of(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if hasattr(part, "attend")]
-
-
-def context_traffic(model: nn.Module, n: int, attention: str, rows: int, positions: int, itemsize: int) -> Theory:
-    """What context parallelism on n ranks sends for one micro-batch of `rows` sequences, forward and backward.
-
-    Ring: keys and values to the next rank n - 1 times forward and backward, and so their gradients. Ulysses: queries,
-    keys, values and outputs change places forward, and their gradients backward.
-    """
-    if n == 1:
-        return NOTHING
-    collectives, sent = 0, 0.0
-    for part in attention_of(model):
-        queries, keys, _ = part.qkv.parts
-        if attention == "ring":
-            block = 2 * rows * keys * positions // n * itemsize
-            collectives += 3 * (n - 1)
-            sent += 3 * (n - 1) * block
-        else:
-            heads = keys // part.shape.head_size
-            keys *= 1 if heads % n == 0 else n // heads
-            collectives += 8
-            sent += gather_factor(n) * 2 * (2 * queries + 2 * keys) * rows * positions // n * itemsize
-    return Theory(collectives, sent)
 
 
 def check_context(model: nn.Module, degree: int, attention: str, tp: int, multiple: int = 1) -> None:

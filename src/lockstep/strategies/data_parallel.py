@@ -1,7 +1,6 @@
 """Our own data parallelism, in its four modes: naive, flat, overlap, bucketed."""
 
 from dataclasses import replace
-from math import ceil, prod
 from typing import Any, cast
 
 from torch import nn
@@ -10,12 +9,13 @@ from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.parallel import DataParallel
-from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE
+from lockstep.parallel.data import law
 from lockstep.parallel.data.compression import COMPRESSIONS
 from lockstep.parallel.data.data_parallel import Sync
+from lockstep.parallel.law import Sent
 from lockstep.strategies.by_hand import ByHand
 from lockstep.strategies.facts import Facts, Law
-from lockstep.strategies.theory import ModelSizes, Shape, Theory, all_reduce_factor, bucket_sizes, gather_factor
+from lockstep.strategies.model_sizes import ModelSizes
 
 LAWS = {
     "bf16": "rounding of bf16",
@@ -76,37 +76,30 @@ class HandWritten(ByHand):
             law=law,
             overlaps=parallel.data in ("overlap", "bucketed"),
             advice=tuple(advice),
+            smaller="zero1",
+            planned="always" if parallel.data == "bucketed" else "no",
+            one_by_one=parallel.data in ("naive", "overlap"),
         )
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
-        """Ψ gradients, a flag for each parameter ("used on this rank"), and one for the outcome of backward."""
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
         match parallel.data:
             case "flat":
                 buckets = [list(reversed(sizes.sizes))]
             case "bucketed":
-                buckets = bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
+                buckets = law.bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, law.FIRST_BUCKET_SHARE)
             case _:
                 buckets = [[size] for size in reversed(sizes.sizes)]
-        flags = len(sizes.sizes) + 1
-        reduce, itemsize = all_reduce_factor(ranks), sizes.itemsize
+        flags, itemsize = law.flags_of(len(sizes.sizes)), sizes.itemsize
         match parallel.compression:
-            case "bf16" | "fp16":
-                return Theory(len(buckets), reduce * (sizes.psi + flags) * 2)
             case "topk":
-                kept = sum(min(sum(b), max(1, ceil(parallel.topk_ratio * sum(b)))) for b in buckets)
-                pairs = gather_factor(ranks) * ranks * kept * (itemsize + 4)  # a value and an int32 index, of each rank
-                return Theory(3 * len(buckets), pairs + reduce * flags * itemsize)
+                return law.top_k(buckets, flags, parallel.topk_ratio, itemsize, ranks)
             case "powersgd":
-                sent, rounds = flags, 0
                 shapes = iter(reversed(sizes.shapes))
-                for bucket in buckets:
-                    thin = [powersgd_elements(next(shapes), parallel.powersgd_rank) for _ in bucket]
-                    sent += sum(elements for elements, _ in thin)
-                    rounds += 2 if any(compressed for _, compressed in thin) else 1
-                return Theory(rounds, reduce * sent * itemsize)
-            case _:
-                return Theory(len(buckets), reduce * (sizes.psi + flags) * itemsize)
+                shaped = [[next(shapes) for _ in bucket] for bucket in buckets]
+                return law.power_sgd(shaped, flags, parallel.powersgd_rank, itemsize, ranks)
+            case narrow:
+                return law.all_reduced(sizes.psi, flags, len(buckets), itemsize if narrow == "none" else 2, ranks)
 
     def wrap(self, stage: nn.Module) -> None:
         parallel = self.parallel
@@ -135,13 +128,3 @@ class HandWritten(ByHand):
     def load_own_state(self, state: dict[str, Any]) -> None:
         if "reducers" in state and len(state["reducers"]) == len(self.module.buckets):
             self.module.load_reducer_state(state["reducers"])
-
-
-def powersgd_elements(shape: Shape, rank: int) -> tuple[int, bool]:
-    """(elements sent for one parameter, whether it is sent as two thin factors)."""
-    total = prod(shape)
-    if len(shape) < 2:
-        return total, False
-    rows, columns = shape[0], total // shape[0]
-    thin = (rows + columns) * min(rank, rows, columns)
-    return (thin, True) if thin < total else (total, False)

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm.observe import ObservedGroup
+from lockstep.comm.observe import GroupOfDDP
 from lockstep.config import Parallel
 from lockstep.parallel.data.wrapper import broadcasts_weights
+from lockstep.parallel.law import Sent, all_reduce
 from lockstep.parallel.pipeline.stage import SYNCHRONIZE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
-from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor
+from lockstep.strategies.model_sizes import ModelSizes
 
 DEFAULT_BUCKET_MB = 25.0
 """Left to PyTorch where it is its default: only then does it make its first bucket smaller."""
@@ -29,15 +30,15 @@ class DDP(Engine):
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
         compressed = "--parallel.data bucketed --parallel.compression bf16 (half the bytes)"
-        return Facts("PyTorch's DistributedDataParallel", advice=(compressed,))
+        return Facts("PyTorch's DistributedDataParallel", advice=(compressed,), smaller="zero1", planned="alone")
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
-        return Theory(None, all_reduce_factor(ranks) * sizes.psi * sizes.itemsize)
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
+        return all_reduce(sizes.psi * sizes.itemsize, ranks).in_pieces(None)
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage
-        self.group: ObservedGroup | None = None
+        self.group: GroupOfDDP | None = None
         self._missing: set[Tensor] = set()
         """In a pipeline: whose gradients the pass that reduces has not made."""
         self.optimizer = self.options.make_optimizer(self.trainable())
@@ -45,7 +46,7 @@ class DDP(Engine):
             return
         # Without buffers, DDP broadcasts only once: rank 0's order of buckets, after the first step.
         broadcasts = "buffers" if any(True for _ in stage.buffers()) else "setup"
-        self.group = ObservedGroup(self.layout.gradient, broadcasts)
+        self.group = GroupOfDDP(self.layout.gradient, broadcasts)
         self.module = DistributedDataParallel(
             stage,
             process_group=self.group,

@@ -46,6 +46,8 @@ class DeepSpeed(Engine):
     variants = ("zero1", "zero2")
     model_axes = ()
     offloads = ("cpu", "nvme")
+    offloads_from_cpu = True
+    takes_own_config = True
     skips_not_finite = False
     package = "deepspeed"
     verified_in = "fp32"

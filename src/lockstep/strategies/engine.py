@@ -21,10 +21,11 @@ from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held, Layout
 from lockstep.layout.region import region_of
 from lockstep.models.loss import Measure
+from lockstep.parallel.law import Sent, Shape
 from lockstep.parallel.pipeline.tied import gradient_or_zeros
 from lockstep.strategies.facts import Facts
+from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.options import Options
-from lockstep.strategies.theory import ModelSizes, Shape, Theory
 
 if TYPE_CHECKING:
     from lockstep.strategies.state import State
@@ -49,6 +50,12 @@ class Engine(ABC):
     """And an all-reduce algorithm."""
     shardings: ClassVar[tuple[str, ...]] = ("FULL_SHARD",)
     offloads: ClassVar[tuple[str, ...]] = ()
+    offloads_from_cpu: ClassVar[bool] = False
+    """It offloads also where ranks compute on the CPU."""
+    native_axes: ClassVar[tuple[str, ...]] = ("cp",)
+    """Axes that PyTorch may cut: its engine knows DTensors, or need not."""
+    takes_own_config: ClassVar[bool] = False
+    """It reads `parallel.deepspeed_config`."""
     package: ClassVar[str | None] = None
     """That must be installed."""
     verified_in: ClassVar[str | None] = None
@@ -103,7 +110,7 @@ class Engine(ABC):
         return Degrees(**{cls.axis: open_axis}).resolve(ranks)
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory | None:
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent | None:
         """What a rank sends in a step, in closed form; None where there is none."""
         return None
 
@@ -139,8 +146,6 @@ class Engine(ABC):
     """fp16's loss scale is its own, and so are the steps that it skips to find it."""
     around_attention: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around every forward and backward."""
-    traffic_is_seen = True
-    """False where it communicates in a way that the ledger cannot watch."""
 
     def __init__(self, layout: Layout, options: Options) -> None:
         self.layout, self.options, self.parallel = layout, options, options.parallel

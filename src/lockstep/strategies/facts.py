@@ -1,6 +1,7 @@
 """What is true of an engine, with its options, before anything runs."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lockstep.config import Parallel
 
@@ -39,6 +40,17 @@ class Facts:
     """Gradients of each micro-batch are reduced at once; else once per step."""
     advice: tuple[str, ...] = ()
     """Flags to try where a step waits for communication."""
+    smaller: str | None = None
+    """The strategy to try where memory runs out: it divides one thing more."""
+    planned: Literal["no", "alone", "always"] = "no"
+    """Whether the planner chooses it among those that divide as much: always, or where no axis cuts the model."""
+    one_by_one: bool = False
+    """It has a collective for each parameter."""
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO's: how many of optimizer state, gradients and parameters the ranks divide, in that order."""
+        return sum(self.divides)
 
 
 GATHER_ONCE = "--parallel.sharding SHARD_GRAD_OP (parameters are gathered once, not twice, for more memory)"

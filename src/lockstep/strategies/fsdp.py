@@ -21,13 +21,15 @@ from lockstep.layout import Degrees, Held
 from lockstep.layout.region import Region, is_dtensor, region_of
 from lockstep.models.blocks import blocks_of
 from lockstep.parallel.data.wrapper import broadcast_module
+from lockstep.parallel.law import Sent, Shape
+from lockstep.parallel.zero.law import fsdp2, gathers
 from lockstep.parallel.zero.sharded_module import OUTSIDE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, reduce_now, widen
-from lockstep.strategies.native_tensor import data_axes
+from lockstep.strategies.model_sizes import ModelSizes
+from lockstep.strategies.native_mesh import data_axes, native_mesh
 from lockstep.strategies.state import first_names
-from lockstep.strategies.theory import ModelSizes, Shape, Theory, gather_factor
 
 
 class FSDP(Engine):
@@ -44,6 +46,7 @@ class FSDP(Engine):
     variants = ("SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
     shardings = get_args(Sharding)
     offloads = ("cpu",)
+    native_axes = ("tp", "cp")
     fills_parts = True
     shows_own_gradients = False
     reshards_micro_batches = True
@@ -89,15 +92,12 @@ class FSDP(Engine):
         )
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory | None:
-        """FSDP2 cuts each parameter along its first dimension, and pads that."""
-        if cls.degrees(parallel, ranks).replicate > 1:
-            return None  # all-reduces between the copies, which FSDP2 does out of sight
-        times = 2 if parallel.sharding == "FULL_SHARD" and parallel.pp == 1 else 1
-        in_blocks = sum(padded_rows(shape, ranks) for block in sizes.blocks for shape in block)
-        outside = sum(padded_rows(shape, ranks) for shape in sizes.outside)
-        gathered = (times * in_blocks + outside) * sizes.gathered
-        return Theory(None, gather_factor(ranks) * (gathered + (in_blocks + outside) * sizes.reduced))
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent | None:
+        degrees = cls.degrees(parallel, ranks)
+        times = gathers(3, parallel.pp > 1, parallel.sharding in ("FULL_SHARD", "HYBRID_SHARD"))
+        blocks = [shape for block in sizes.blocks for shape in block]
+        shards, copies = ranks // degrees.replicate, degrees.replicate
+        return fsdp2(blocks, sizes.outside, times, sizes.gathered, sizes.reduced, shards, copies)
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage
@@ -119,11 +119,10 @@ class FSDP(Engine):
 
         degrees = self.layout.degrees
         copies = degrees.replicate > 1
-        self.traffic_is_seen &= not copies  # the all-reduces between them are not
         axes = data_axes(self.layout)
-        mesh = self.layout.mesh(*axes)
+        mesh = native_mesh(self.layout, *axes)
         if "tp" in self.parallel.native and degrees.tp > 1:
-            joint, names = self.layout.mesh(*axes, "tp"), ("replicate", "shard")
+            joint, names = native_mesh(self.layout, *axes, "tp"), ("replicate", "shard")
             mesh = joint[names] if copies else joint["shard"]
         options: dict[str, Any] = {"mesh": mesh}
         compute = self.options.compute_dtype
@@ -251,10 +250,6 @@ def is_sharded(module: nn.Module) -> bool:
 
 def sharded_modules(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if is_sharded(module)]
-
-
-def padded_rows(shape: Shape, n: int) -> int:
-    return ceil(shape[0] / n) * n * prod(shape[1:])
 
 
 def ranks_of_a_copy(ranks: int) -> int:

@@ -13,12 +13,14 @@ from lockstep.config import Parallel
 from lockstep.data import Inputs, called_with
 from lockstep.layout import Held
 from lockstep.models.blocks import blocks_of
+from lockstep.parallel.law import Sent
 from lockstep.parallel.zero.fully_sharded import FullyShardedDataParallel
+from lockstep.parallel.zero.law import fully_sharded, gathers
 from lockstep.parallel.zero.sharded_module import fill_later
 from lockstep.parallel.zero.sharded_stage import ShardedStage, stage_names
 from lockstep.strategies.by_hand import ByHand
 from lockstep.strategies.facts import GATHER_ONCE, Facts
-from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, gather_factor, padded
+from lockstep.strategies.model_sizes import ModelSizes
 
 
 class FullySharded(ByHand):
@@ -50,20 +52,15 @@ class FullySharded(ByHand):
             divides=(True, True, True),
             sends_every_micro_batch=parallel.pp == 1,
             advice=(*ahead, GATHER_ONCE) if twice else ahead,
+            planned="always",
         )
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
-        """Blocks: gathered for forward and for backward, and reduced; the rest: gathered once, and reduced."""
-        times = 2 if gathers_twice(parallel) else 1
-        units = [(times, [prod(shape) for shape in block]) for block in sizes.blocks]
-        units += [(1, [prod(shape) for shape in sizes.outside])] if sizes.outside else []
-        sent = 0.0
-        for gathers, unit in units:
-            sent += padded(unit, sizes.gathered, ranks) * (gathers * sizes.gathered + sizes.reduced)
-        collectives = sum(gathers + 1 for gathers, _ in units) + 1
-        flags = (len(sizes.sizes) + 1) * 4
-        return Theory(collectives, gather_factor(ranks) * sent + all_reduce_factor(ranks) * flags)
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
+        times = gathers(3, parallel.pp > 1, parallel.sharding == "FULL_SHARD")
+        blocks = [[prod(shape) for shape in block] for block in sizes.blocks]
+        outside = [prod(shape) for shape in sizes.outside]
+        return fully_sharded(blocks, outside, len(sizes.sizes), times, sizes.gathered, sizes.reduced, ranks)
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = stage

@@ -11,11 +11,13 @@ from lockstep.comm.hosts import any_rank
 from lockstep.config import Parallel
 from lockstep.layout import Held
 from lockstep.parallel import LocalSGD as Averager
+from lockstep.parallel.data.law import all_reduced, bucket_sizes
 from lockstep.parallel.data.local_sgd import CHUNK_BYTES
+from lockstep.parallel.law import Sent
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts, Law
+from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.state import RegionState
-from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes
 
 DILOCO_LR = 0.7
 
@@ -48,10 +50,10 @@ class LocalSGD(Engine):
         )
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
         """Of a step with a meeting; steps between meetings send nothing."""
         chunks = bucket_sizes(sizes.sizes, sizes.itemsize, CHUNK_BYTES / 1024**2)
-        return Theory(len(chunks), all_reduce_factor(ranks) * sizes.psi * sizes.itemsize)
+        return all_reduced(sizes.psi, 0, len(chunks), sizes.itemsize, ranks)
 
     def wrap(self, stage: nn.Module) -> None:
         parallel = self.parallel

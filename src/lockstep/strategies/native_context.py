@@ -17,6 +17,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.parallel.context.context_parallel import expanded
 from lockstep.strategies.context import attention_of, cut_positions
+from lockstep.strategies.native_mesh import native_mesh
 
 CHUNK = 32
 """Positions: the memory-efficient kernel fills log-sum-exps up to a multiple, and torch adds up what it gives."""
@@ -54,7 +55,7 @@ class Entered:
     """Gives torch's context, as often as it is called."""
 
     def __init__(self, layout: Layout) -> None:
-        self._mesh: Any = layout.mesh("cp")
+        self._mesh: Any = native_mesh(layout, "cp")
         self._cut = torch.zeros(2 * layout.group("cp").size, device=layout.world.device)
 
     def __call__(self) -> AbstractContextManager[None]:

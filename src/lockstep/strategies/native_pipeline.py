@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.observe import observed_group
 from lockstep.config import Parallel
 from lockstep.data import Batch
 from lockstep.errors import UserError
@@ -57,7 +58,6 @@ class NativePipelineWorker(PipelineWorker):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        engine.traffic_is_seen = False
         self.instructions = [Instruction("native_passes"), Instruction("reduce"), Instruction("step")]
         self._schedules: dict[tuple[int, ...], Any] = {}
         """By the shape of a micro-batch: a schedule of torch's keeps buffers for one."""
@@ -110,7 +110,7 @@ class NativePipelineWorker(PipelineWorker):
                 self.placement.part(self.group.rank, chunk),
                 self.placement.parts,
                 self.device,
-                group=self.group.process_group,
+                group=observed_group(self.group),
             )
             for chunk in range(self.placement.chunks)
         ]

@@ -22,6 +22,7 @@ from lockstep.models.lora import LoRALinear
 from lockstep.models.loss import Measure
 from lockstep.parallel.data.wrapper import broadcast_module
 from lockstep.parallel.tensor.cuts import even_cut, fused_cut
+from lockstep.strategies.native_mesh import tensor_mesh
 from lockstep.strategies.tensor import TensorPlan
 
 
@@ -66,18 +67,6 @@ def cut_by_dtensor(model: nn.Module, plan: TensorPlan, layout: Layout, sequence:
         if kind == "sequence" and sequence:
             model.get_submodule(name).register_forward_hook(lambda _m, _i, output: own_positions(output, layout))
     return None if plan.head is None else loss_of_parts(group)
-
-
-def data_axes(layout: Layout) -> tuple[str, ...]:
-    """Those of FSDP2's mesh."""
-    return ("replicate", "shard x cp") if layout.degrees.replicate > 1 else ("shard x cp",)
-
-
-def tensor_mesh(layout: Layout) -> Any:
-    """FSDP2 wants its mesh and this one to be parts of one."""
-    if layout.gradient.size == 1:
-        return layout.mesh("tp")
-    return layout.mesh(*data_axes(layout), "tp")["tp"]
 
 
 def arrange(model: nn.Module, plan: TensorPlan, group: Group) -> tuple[dict[str, Region], dict[str, str]]:

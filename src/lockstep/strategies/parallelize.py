@@ -77,12 +77,10 @@ def _spread(
     if by_dtensor:
         model.to(place, options.dtype)  # a DTensor that moves loses its hooks
         engine.measure = cut_by_dtensor(model, plan, layout, parallel.sequence)
-        engine.traffic_is_seen = False
     else:
         engine.measure = cut_tensors(model, plan, layout.group("tp"), parallel)
     if "cp" in parallel.native and layout.degrees.cp > 1:
         engine.around_attention = attend_by_torch(model, layout)
-        engine.traffic_is_seen = False
     else:
         cut_positions(model, layout.group("cp"), parallel.attention)
     here = not parallel.recompute_stages or layout.coordinates["pp"] in parallel.recompute_stages

@@ -7,13 +7,15 @@ from torch import Tensor, nn
 
 from lockstep.config import Parallel
 from lockstep.layout import Held
-from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE
+from lockstep.parallel.data.law import FIRST_BUCKET_SHARE, bucket_sizes
 from lockstep.parallel.holding import owned_pieces
+from lockstep.parallel.law import Sent
+from lockstep.parallel.zero.law import sharded_state
 from lockstep.parallel.zero.sharded_data_parallel import ShardedDataParallel
 from lockstep.parallel.zero.sharded_optimizer import ShardedOptimizer
 from lockstep.strategies.by_hand import ByHand
 from lockstep.strategies.facts import Facts
-from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor, bucket_sizes, gather_factor, padded
+from lockstep.strategies.model_sizes import ModelSizes
 
 
 class ShardedState(ByHand):
@@ -40,15 +42,14 @@ class ShardedState(ByHand):
             divides=(False, gradients_too, True),
             sends_every_micro_batch=gradients_too,
             advice=(sooner,) if parallel.bucket_mb > 5 else (),
+            smaller="zero3" if gradients_too else "zero2",
+            planned="always",
         )
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
-        """The gradients to their owners, the parameters back, and which of them were used."""
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
         buckets = bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
-        elements = sum(padded(bucket, sizes.itemsize, ranks) for bucket in buckets)
-        sent = gather_factor(ranks) * 2 * elements * sizes.itemsize
-        return Theory(2 * len(buckets) + 1, sent + all_reduce_factor(ranks) * (len(sizes.sizes) + 1) * 4)
+        return sharded_state(buckets, len(sizes.sizes), sizes.itemsize, ranks)
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = stage

@@ -4,14 +4,16 @@ from torch import nn
 
 from lockstep.config import Parallel
 from lockstep.layout import Degrees
+from lockstep.parallel.law import NOTHING, Sent
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
-from lockstep.strategies.theory import NOTHING, ModelSizes, Theory
+from lockstep.strategies.model_sizes import ModelSizes
 
 
 class Single(Engine):
     """In a world of several ranks, each does all the work by itself and none communicates."""
 
+    native_axes = ("tp", "pp")
     model_axes = ("pp", "tp")  # with cp gradients of positions have to meet
 
     @classmethod
@@ -23,7 +25,7 @@ class Single(Engine):
         return Degrees()
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
         return NOTHING
 
     def wrap(self, stage: nn.Module) -> None:

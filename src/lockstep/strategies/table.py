@@ -8,6 +8,7 @@ from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Degrees
+from lockstep.parallel.law import NOTHING, Sent
 from lockstep.strategies.axes import model_degrees, with_axes
 from lockstep.strategies.data_parallel import HandWritten
 from lockstep.strategies.ddp import DDP
@@ -16,10 +17,10 @@ from lockstep.strategies.engine import Engine
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.fully_sharded import FullySharded
 from lockstep.strategies.local_sgd import LocalSGD
+from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.native_context import check_native_context
 from lockstep.strategies.sharded import ShardedState
 from lockstep.strategies.single import Single
-from lockstep.strategies.theory import NOTHING, ModelSizes, Theory
 from lockstep.strategies.zero1_torch import Zero1Torch
 
 Table = dict[str, type[Engine]]
@@ -102,13 +103,25 @@ def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def expected_traffic(sizes: ModelSizes, parallel: Parallel, ranks: int, table: Table = STRATEGIES) -> Theory | None:
+def expected_traffic(sizes: ModelSizes, parallel: Parallel, ranks: int, table: Table = STRATEGIES) -> Sent | None:
     """What theory says about one step; None where there is no closed form (yet)."""
     return NOTHING if ranks == 1 else table[parallel.data].traffic(sizes, parallel, ranks)
 
 
-NATIVE_ENGINES = {"tp": ("single", "fsdp"), "pp": ("single",), "cp": tuple(STRATEGIES)}
-"""Which engines PyTorch's own axes are combined with: those that know DTensors, or need not."""
+def strategy_dividing(zero_stage: int, cuts_model: bool) -> str:
+    """The planner's choice among strategies that divide as much."""
+    wanted = ("always",) if cuts_model else ("alone", "always")
+    for how in wanted:
+        for name, engine in STRATEGIES.items():
+            facts = engine.facts(Parallel(data=name))
+            if facts.planned == how and facts.zero_stage == zero_stage:
+                return name
+    raise ValueError(f"no strategy divides as ZeRO's stage {zero_stage}")
+
+
+def hybrid_strategy() -> str:
+    """The strategy that shards over some ranks and replicates over the others."""
+    return next(name for name, engine in STRATEGIES.items() if "HYBRID_SHARD" in engine.shardings)
 
 
 # ---- what does not go together -------------------------------------------------------------------------------------
@@ -125,8 +138,8 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
     for axis in parallel.native:
         if getattr(parallel, axis) == 1:
             raise UserError(f"parallel.native {axis} says how parallel.{axis} is cut, and that is 1; leave one out")
-        if data not in NATIVE_ENGINES[axis]:
-            who = " or ".join(NATIVE_ENGINES[axis])
+        if axis not in engine.native_axes:
+            who = " or ".join(name for name, other in STRATEGIES.items() if axis in other.native_axes)
             raise UserError(
                 f"{axis}={getattr(parallel, axis)}:native goes with parallel.data {who}, and this is {data}"
             )
@@ -161,11 +174,12 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
     if offload != "none" and offload not in engine.offloads:
         who = ", ".join(name for name, other in STRATEGIES.items() if offload in other.offloads)
         raise UserError(f"parallel.offload {offload} does not go with parallel.data {data}; use {who}")
-    if offload == "cpu" and device == "cpu" and data != "deepspeed":
+    if offload == "cpu" and device == "cpu" and not engine.offloads_from_cpu:
         raise UserError(
             "parallel.offload cpu moves what a GPU does not need at the moment to the host, and these ranks compute on "
             "the host already; leave it out"
         )
-    if parallel.deepspeed_config is not None and data != "deepspeed":
-        raise UserError(f"parallel.deepspeed_config goes with parallel.data deepspeed, and this is {data}")
+    if parallel.deepspeed_config is not None and not engine.takes_own_config:
+        who = ", ".join(name for name, other in STRATEGIES.items() if other.takes_own_config)
+        raise UserError(f"parallel.deepspeed_config goes with parallel.data {who}, and this is {data}")
     engine.check(parallel, precision, compiled)

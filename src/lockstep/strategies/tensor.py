@@ -10,11 +10,10 @@ from lockstep.errors import UserError
 from lockstep.layout import Group
 from lockstep.models.loss import LossSum, Measure, cross_entropy_sum
 from lockstep.parallel.pipeline.stage import Elsewhere
-from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear
 from lockstep.parallel.tensor.propose import proposed_plan, shown_plan
-from lockstep.parallel.tensor.tensor_parallel import SummedOverPositions, cut_as_planned, match_plan, own_plan
+from lockstep.parallel.tensor.tensor_parallel import cut_as_planned, match_plan, own_plan
 from lockstep.parallel.tensor.vocabulary import cross_entropy_of_parts
-from lockstep.strategies.theory import NOTHING, Theory, all_reduce_factor, gather_factor
 
 
 @dataclass(frozen=True)
@@ -57,63 +56,6 @@ def cut_tensors(stage: nn.Module, plan: TensorPlan, group: Group, parallel: Para
         return loss.sum(), correct.sum()
 
     return measure
-
-
-def tensor_traffic(
-    stage: nn.Module,
-    plan: TensorPlan,
-    n: int,
-    sequence: bool,
-    tokens: int,
-    positions: int,
-    is_first: bool = True,
-    pieces: int | None = 1,
-) -> Theory | None:
-    """What tensor parallelism on n ranks sends for one micro-batch of `tokens`, forward and backward, where `stage` is
-    cut already. None where a layer is not trained, and so sends less. `is_first`: nobody wants the inputs' gradient.
-    `pieces`: of the batch, that travel by themselves with sequence parallelism (`halves`); None: nobody knows.
-    """
-    if n == 1:
-        return NOTHING
-    if not all(p.requires_grad for p in stage.parameters()):
-        return None
-    plan = plan.here(stage)
-    itemsize = next(stage.parameters()).element_size()
-    elements, collectives = 0.0, 0  # an all-reduce, or a reduce-scatter and an all-gather, pass over elements twice
-    for part in stage.modules():
-        match part:
-            case ColumnParallelLinear():
-                wide, messages = 0 if is_first else part.in_features, (pieces or 1) + 1
-                if part.gathers_again:
-                    elements += tokens * part.in_features
-                    collectives += pieces or 1
-                if part.gather_output:
-                    elements += tokens * max(part.cut.sizes) * n
-                    collectives += 1
-            case RowParallelLinear():
-                wide, messages = part.out_features, 2 * (pieces or 1)
-            case VocabParallelEmbedding():
-                wide, messages = part.embedding_dim, 2
-            case _:
-                continue
-        elements += 2 * tokens * wide
-        collectives += 0 if not wide else messages if sequence else 1
-        is_first = False
-    if sequence:
-        whole = [part for part in stage.modules() if isinstance(part.forward, SummedOverPositions)]
-        elements += sum(2 * p.numel() for part in whole for p in part.parameters(recurse=False))
-        collectives += len(whole)
-        for name, kind in plan.kinds.items():
-            if kind == "sequence":  # its output is for all samples alike
-                embedding = stage.get_submodule(name)
-                assert isinstance(embedding, nn.Embedding)
-                elements += positions * embedding.embedding_dim
-                collectives += 1
-    sent = gather_factor(n) * elements * itemsize
-    if plan.head is not None:  # the largest logit, then the sum and the target's
-        sent += all_reduce_factor(n) * 3 * tokens * max(itemsize, 4)
-        collectives += 2
-    return Theory(None if sequence and pieces is None else collectives, sent)
 
 
 def check_tensor(model: nn.Module, degree: int, sequence: bool) -> None:

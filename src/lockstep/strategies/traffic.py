@@ -1,4 +1,4 @@
-"""What a rank sends in a step by theory, axis by axis."""
+"""What a rank sends in a step by the laws of `parallel/*/law.py`, axis by axis, for a model that is cut."""
 
 from typing import Any
 
@@ -9,14 +9,19 @@ from lockstep.config import Parallel
 from lockstep.data import Batch, first_rows
 from lockstep.layout import Degrees, Group, Layout
 from lockstep.models.loss import LossSum
-from lockstep.parallel.pipeline.schedule import Placement
+from lockstep.parallel.context import law as context
+from lockstep.parallel.law import NOTHING, Sent, added, all_gather
+from lockstep.parallel.pipeline import law as pipeline
 from lockstep.parallel.pipeline.stage import Stage, cut_stage
-from lockstep.strategies.context import context_traffic, cut_positions
+from lockstep.parallel.tensor import law as tensor
+from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lockstep.parallel.tensor.tensor_parallel import SummedOverPositions
+from lockstep.strategies.context import attention_of, cut_positions
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
 from lockstep.strategies.table import STRATEGIES, Table, expected_traffic
-from lockstep.strategies.tensor import TensorPlan, cut_tensors, tensor_traffic
-from lockstep.strategies.theory import ModelSizes, Theory, added
+from lockstep.strategies.tensor import TensorPlan, cut_tensors
 
 
 class FirstRank:
@@ -39,17 +44,12 @@ def traffic_by_axis(
     accumulation: int = 1,
     table: Table = STRATEGIES,
     compute: torch.dtype | None = None,
-) -> dict[str, Theory | None]:
+) -> dict[str, Sent | None]:
     """`model`: whole, on the meta device; it is cut. `batch`: this rank's share of the global batch."""
     degrees = layout.degrees
-    plan = TensorPlan.of(model, degrees.tp, loss)
     pp, tp, cp = (layout.group(axis) for axis in ("pp", "tp", "cp"))
     micro_batches = batch.micro_batches(accumulation if pp.size == 1 else micro_batches_of(parallel, accumulation))
-    stage = model
-    if pp.size > 1:
-        stage = cut_stage(model, placement_for(parallel), pp)
-    cut_tensors(stage, plan, tp, parallel)
-    cut_positions(stage, cp, parallel.attention)
+    stage, plan = cut_model(model, layout, parallel, loss)
     ranks = degrees.replicate * degrees.shard * degrees.cp
     found = {"data": expected_traffic(ModelSizes.of(stage, compute, parallel.reduce_dtype), parallel, ranks, table)}
     if pp.size > 1 and parallel.reshard_micro_batches:
@@ -78,11 +78,23 @@ def traffic_by_axis(
         elements = sum(tokens for _, tokens in rows) * (width or 0)
         if parallel.sequence:
             elements //= tp.size
-        passed = pipeline_traffic(stage, placement_for(parallel), pp.rank, elements, len(rows), itemsize)
+        passed = pipeline.activations(placement_for(parallel), pp.rank, elements * itemsize, len(rows))
         shard = 0 if isinstance(layout, FirstRank) else layout.group("shard", "cp").rank
         tied = tied_traffic(stage, table[parallel.data], shard, degrees.shard * degrees.cp, itemsize)
         found["pp"] = None if width is None else added([passed, tied])
-    return {axis: None if axis in parallel.native else theory for axis, theory in found.items()}
+    return {axis: None if axis in parallel.native else sent for axis, sent in found.items()}
+
+
+def cut_model(
+    model: nn.Module, layout: Layout | FirstRank, parallel: Parallel, loss: LossSum
+) -> tuple[nn.Module, TensorPlan]:
+    """What the axes of the model leave this rank of it, and how its matrices are cut."""
+    pp, tp, cp = (layout.group(axis) for axis in ("pp", "tp", "cp"))
+    plan = TensorPlan.of(model, tp.size, loss)
+    stage = model if pp.size == 1 else cut_stage(model, placement_for(parallel), pp)
+    cut_tensors(stage, plan, tp, parallel)
+    cut_positions(stage, cp, parallel.attention)
+    return stage, plan
 
 
 def has_known_layers(model: nn.Module) -> bool:
@@ -106,26 +118,72 @@ def stage_width(stage: Stage) -> int | None:
     return width
 
 
-def pipeline_traffic(
-    stage: Stage, placement: Placement, rank: int, elements: int, micro_batches: int, itemsize: int
-) -> Theory:
-    """Activations to the next part and gradients to the one before, where those are on other ranks. `elements`: of all
-    micro-batches, between two parts.
+def tensor_traffic(
+    stage: nn.Module,
+    plan: TensorPlan,
+    n: int,
+    sequence: bool,
+    tokens: int,
+    positions: int,
+    is_first: bool = True,
+    pieces: int | None = 1,
+) -> Sent | None:
+    """What tensor parallelism on n ranks sends for one micro-batch of `tokens`, forward and backward, where `stage` is
+    cut already. None where a layer is not trained, and so sends less. `is_first`: the inputs' gradient is not computed.
+    `pieces`: of the batch, that travel by themselves with sequence parallelism (`halves`); None: not known.
     """
-    messages = 0
-    for chunk in range(placement.chunks):
-        part = placement.part(rank, chunk)
-        for neighbour in (part - 1, part + 1):
-            messages += 0 <= neighbour < placement.parts and placement.place(neighbour)[0] != rank
-    return Theory(messages * micro_batches, float(messages * elements * itemsize))
+    if n == 1:
+        return NOTHING
+    if not all(p.requires_grad for p in stage.parameters()):
+        return None
+    plan = plan.here(stage)
+    itemsize = next(stage.parameters()).element_size()
+    activation, total = tokens * itemsize, NOTHING
+    for part in stage.modules():
+        match part:
+            case ColumnParallelLinear():
+                if part.gather_output:
+                    total += all_gather(activation * max(part.cut.sizes) * n, n)
+                if not is_first:
+                    total += tensor.column(activation * part.in_features, n, sequence, part.gathers_again, pieces)
+            case RowParallelLinear():
+                total += tensor.row(activation * part.out_features, n, sequence, pieces)
+            case VocabParallelEmbedding():
+                total += tensor.embedding(activation * part.embedding_dim, n, sequence)
+            case _:
+                continue
+        is_first = False
+    if sequence:
+        for part in stage.modules():
+            if isinstance(part.forward, SummedOverPositions):
+                total += tensor.replicated(sum(p.nbytes for p in part.parameters(recurse=False)), n)
+        for name, kind in plan.kinds.items():
+            if kind == "sequence":  # its output is for all samples alike
+                embedding = stage.get_submodule(name)
+                assert isinstance(embedding, nn.Embedding)
+                total += all_gather(positions * embedding.embedding_dim * itemsize, n)
+    return total if plan.head is None else total + tensor.cross_entropy(tokens, itemsize, n)
 
 
-def tied_traffic(stage: Stage, engine: type[Engine], rank: int, ranks: int, itemsize: int) -> Theory:
+def context_traffic(model: nn.Module, n: int, attention: str, rows: int, positions: int, itemsize: int) -> Sent:
+    """What context parallelism on n ranks sends for one micro-batch of `rows` sequences, forward and backward."""
+    total = NOTHING
+    for part in attention_of(model) if n > 1 else []:
+        queries, keys, _ = part.qkv.parts
+        own = rows * positions // n * itemsize
+        if attention == "ring":
+            total += context.ring(2 * keys * own, n)
+        else:
+            heads = keys // part.shape.head_size
+            total += context.ulysses(queries * own, keys * own * (1 if heads % n == 0 else n // heads), n)
+    return total
+
+
+def tied_traffic(stage: Stage, engine: type[Engine], rank: int, ranks: int, itemsize: int) -> Sent:
     """The gradients of weights that stages share, to each other stage that has them. `ranks` shard one copy."""
-    sent, messages, named = 0.0, 0, dict(stage.named_parameters())
+    total, named = NOTHING, dict(stage.named_parameters())
     for name, stages in stage.shared.items():
         if name in named and named[name].requires_grad:
-            others = len(stages) - 1
-            sent += others * engine.tied_elements(tuple(named[name].shape), rank, ranks) * itemsize
-            messages += others
-    return Theory(messages, sent)
+            elements = engine.tied_elements(tuple(named[name].shape), rank, ranks)
+            total += pipeline.tied(elements * itemsize, len(stages))
+    return total

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lockstep.comm.ledger import Mark, active_ledger, mark
 from lockstep.config import Parallel
+from lockstep.parallel.law import Sent, all_reduce, message
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
-from lockstep.strategies.theory import ModelSizes, Theory, all_reduce_factor
+from lockstep.strategies.model_sizes import ModelSizes
 
 
 class Zero1Torch(Engine):
@@ -28,12 +29,13 @@ class Zero1Torch(Engine):
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
         says = "PyTorch's DDP and ZeroRedundancyOptimizer"
-        return Facts(says, sends="2Ψ(n-1)/n + Ψ", divides=(False, False, True))
+        return Facts(says, sends="2Ψ(n-1)/n + Ψ", divides=(False, False, True), smaller="zero2")
 
     @classmethod
-    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Theory:
+    def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
         """As DDP, and every parameter broadcast by its owner."""
-        return Theory(None, (all_reduce_factor(ranks) + 1) * sizes.psi * sizes.itemsize)
+        nbytes = sizes.psi * sizes.itemsize
+        return (all_reduce(nbytes, ranks) + message(nbytes)).in_pieces(None)
 
     def wrap(self, stage: nn.Module) -> None:
         self._ddp = DDP(self.layout, self.options)

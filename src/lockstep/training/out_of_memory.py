@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.strategies import ParallelModel
+from lockstep.strategies import STRATEGIES, ParallelModel
 
 GIB = 2**30
 RAN_OUT = "ran out of memory"
-SHARDED = {"ddp": "zero1", "bucketed": "zero1", "overlap": "zero1", "flat": "zero1", "naive": "zero1"}
-FURTHER = {"zero1": "zero2", "zero2": "zero3", "zero1_torch": "zero2"}
+PARTS = ("parameters", "gradients", "optimizer state")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -43,14 +43,16 @@ def explained(strategy: ParallelModel, config: Config) -> str:
         total = torch.cuda.get_device_properties(world.device).total_memory
         place = f"on {torch.cuda.get_device_name(world.device)} ({words(total)})"
         held += f", activations and the rest {words(activations)}"
-    advice = "; ".join(what_helps(config, strategy, activations, gradients, optimizer))
+    advice = "; ".join(what_helps(config, strategy, activations, (parameters, gradients, optimizer)))
     return f"rank {world.rank} {RAN_OUT} {place}: it held {held}. What helps: {advice}"
 
 
 def what_helps(
-    config: Config, strategy: ParallelModel, activations: float, gradients: float, optimizer: float
+    config: Config, strategy: ParallelModel, activations: float, held: tuple[float, float, float]
 ) -> list[str]:
-    """Flags, each with what it would save where that can be computed."""
+    """Flags, each with what it would save where that can be computed. `held`: parameters, gradients and optimizer
+    state.
+    """
     train, parallel, ranks = config.train, config.parallel, strategy.layout.batch.size
     found = []
     if train.batch_size // max(1, ranks * train.accumulation) > 1:
@@ -58,15 +60,16 @@ def what_helps(
         found.append(f"--train.accumulation {2 * train.accumulation}, half the micro-batch{saves}")
     if train.recompute != "full":
         found.append("--train.recompute full, which keeps of each block only its input")
-    if ranks > 1 and parallel.data in SHARDED:
-        saved = optimizer * (ranks - 1) / ranks  # none before the first update
-        saves = f" (saves {words(saved)} of optimizer state)" if saved else ""
-        found.append(f"--parallel.data {SHARDED[parallel.data]}{saves}")
-    elif ranks > 1 and parallel.data in FURTHER:
-        saved = gradients * (ranks - 1) / ranks
-        found.append(f"--parallel.data {FURTHER[parallel.data]} (saves {words(saved)} of gradients)")
-    elif parallel.offload == "none" and parallel.data in ("zero3", "fsdp", "deepspeed"):
-        found.append(f"--parallel.offload cpu (saves {words(optimizer)} of optimizer state)")
+    facts = type(strategy.engine).facts(parallel)
+    if ranks > 1 and facts.smaller is not None:
+        next_facts = STRATEGIES[facts.smaller].facts(replace(parallel, data=facts.smaller))
+        more = [not here and there for here, there in zip(facts.divides, next_facts.divides, strict=True)]
+        what = next(name for name, divided in zip(PARTS, more, strict=True) if divided)
+        saved = held[more.index(True)] * (ranks - 1) / ranks  # of optimizer state: none before the first update
+        saves = f" (saves {words(saved)} of {what})" if saved else ""
+        found.append(f"--parallel.data {facts.smaller}{saves}")
+    elif parallel.offload == "none" and "cpu" in type(strategy.engine).offloads:
+        found.append(f"--parallel.offload cpu (saves {words(held[2])} of optimizer state)")
     found.append("lockstep plan CONFIG shows which layouts fit")
     return found
 

@@ -1,18 +1,7 @@
 """Does a pipeline do what its schedule's name promises? The order that is really executed, its bubble, what it holds.
 
-The laws stand here by themselves, not derived from `parallel/pipeline/schedule.py`: p ranks, m micro-batches, v chunks
-of a rank. A forward takes 1, a backward 2 (half of it for the weights).
-
-    name           idle of a rank    micro-batches held by rank r
-    naive          3m(p-1)           1
-    gpipe          3(p-1)            m
-    1f1b           3(p-1)            p - r
-    interleaved    3(p-1)/v          (2(p - r - 1) + (v - 1)p + 1) / v
-    zb-h1          p - 1             p
-    zb-v           (p - 1)/2         p
-
-Gradients are reduced over the data axes while the last pass still computes: half of the reductions are issued before it
-has ended.
+What a schedule promises stands in `parallel/pipeline/law.py`. Gradients are reduced over the data axes while the last
+pass still computes: half of the reductions are issued before it has ended.
 """
 
 import time
@@ -24,28 +13,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.models.blocks import blocks_of
+from lockstep.parallel.pipeline import law
 from lockstep.parallel.pipeline.schedule import PASSES, Instruction
 from lockstep.parallel.pipeline.timetable import Costs, most_held, timetable
 from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.pipeline import PipelineWorker
+from lockstep.verify.cost import Cost
 from lockstep.verify.structure import Products, Watch, alive, gather_laws
 
 LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
 MESSAGES_IN_FLIGHT = 2
 """Sent activations that a rank may hold: the one that is being sent, and the one before it."""
-
-
-def law_of(schedule: str, p: int, m: int, v: int, rank: int) -> tuple[float, float]:
-    """(idle of a rank, micro-batches that it holds)."""
-    return {
-        "naive": (3.0 * m * (p - 1), 1.0),
-        "gpipe": (3.0 * (p - 1), float(m)),
-        "1f1b": (3.0 * (p - 1), float(min(m, p - rank))),
-        "interleaved": (3.0 * (p - 1) / v, (2 * (p - rank - 1) + (v - 1) * p + 1) / v),
-        "zb-h1": (1.0 * (p - 1), float(p)),
-        "zb-v": (0.5 * (p - 1), float(p)),
-    }[schedule]
 
 
 class Executed:
@@ -104,8 +83,10 @@ class Executed:
             hook.remove()
 
 
-def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
-    """Take steps; returns the laws that the last one has broken, on this rank. Every rank must ask together."""
+def check_pipeline(strategy: ParallelModel, batches: list[Any], cost: Cost) -> list[str]:
+    """Take steps; returns the laws that the last one has broken, on this rank, and writes down what it cost. Every rank
+    must ask together.
+    """
     worker, parallel = strategy.worker, strategy.parallel
     if not isinstance(worker, PipelineWorker):
         return []
@@ -118,14 +99,17 @@ def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
     group, placement = worker.group, worker.placement
     everyone: list[list[Instruction]] = all_gather_objects(executed.instructions, group)
     p, m = group.size, worker.micro_batches
-    idle, most = law_of(parallel.schedule, p, m, placement.chunks, group.rank)
+    idle = law.idle(parallel.schedule, p, m, placement.chunks)
+    most = law.held(parallel.schedule, p, m, placement.chunks, group.rank)
     table = timetable(everyone, placement, Costs(1.0, 1.0, 1.0))
+    held = most_held(executed.instructions, placement)
+    cost.idle, cost.micro_batches = (table.idle(group.rank), idle), (held, most)
     broken = []
     if table.idle(group.rank) > idle + 1e-9:
         broken.append(
             f"schedule: this stage stands idle for {table.idle(group.rank):g}, and {parallel.schedule} for {idle:g}"
         )
-    if (held := most_held(executed.instructions, placement)) > most + 1e-9:
+    if held > most + 1e-9:
         broken.append(f"schedule: {held:g} micro-batches are held at once, and {parallel.schedule} holds {most:g}")
     if executed.sent_alive > MESSAGES_IN_FLIGHT:
         broken.append(f"memory: {executed.sent_alive} activations are alive that have been sent")
@@ -143,15 +127,16 @@ def check_pipeline(strategy: ParallelModel, batches: list[Any]) -> list[str]:
             f"schedule: the weights' passes compute {executed.products_of_weights} products, and the {layers} linear "
             f"layers of {m} micro-batches have {layers * m}"
         )
-    return [*broken, *_reductions(strategy, executed), *gather_laws(strategy, watch)]
+    return [*broken, *_reductions(strategy, executed, cost), *gather_laws(strategy, watch, cost)]
 
 
-def _reductions(strategy: ParallelModel, executed: Executed) -> Iterator[str]:
+def _reductions(strategy: ParallelModel, executed: Executed, cost: Cost) -> Iterator[str]:
     engine, parallel = strategy.engine, strategy.parallel
     in_one_pass = strategy.worker.placement.chunks == 1 and not parallel.schedule.startswith("zb-")  # type: ignore
     entries = [e for e in strategy.ledger.of("gradients") if e.axis not in ("tp", "pp")]
     if not type(engine).facts(parallel).overlaps or len(entries) < 3 or not (engine.reduces_by_chunk or in_one_pass):
         return
     early = sum(isinstance(e.issued, float) and e.issued < executed.passes_ended for e in entries)
+    cost.early = (early, len(entries))
     if 2 * early < len(entries):
         yield f"overlap: {early} of {len(entries)} reductions of gradients were issued before the last pass had ended"

@@ -18,14 +18,17 @@ from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.models.recompute import Recompute
+from lockstep.parallel.law import Sent, added
 from lockstep.strategies import STRATEGIES, Engine, ParallelModel, degrees_of, strategy_named
 from lockstep.strategies.axes import model_degrees
 from lockstep.strategies.combining import check_cuts, check_inputs
+from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.native_context import CHUNK
 from lockstep.strategies.pipeline import placement_for
 from lockstep.strategies.table import Table, check_parallel
-from lockstep.strategies.theory import Theory
+from lockstep.strategies.traffic import cut_model
 from lockstep.verify.compare import TOLERANCE, Comparison, compare, first_of_ranks, spread
+from lockstep.verify.cost import Cost, worst
 from lockstep.verify.dropout import check_dropout
 from lockstep.verify.laws import check_apart, check_law
 from lockstep.verify.loops import check_loop
@@ -67,9 +70,8 @@ class Verdict:
     models: dict[str, int] = field(default_factory=dict)
     """With which it was compared: name -> parameters."""
     counted: Traffic | None = None
-    traffic_is_seen: bool = True
-    """False where an engine sends out of our sight."""
-    expected: Theory | None = None
+    expected: Sent | None = None
+    cost: Cost = field(default_factory=Cost)
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -198,13 +200,14 @@ class Proofs:
                 self._check_traffic(verdict, strategy, scenario)
                 verdict.failures += self._check_not_finite(strategy, scenario)
         if self.request.is_whole and self.scenarios is None and not verdict.failures:
-            for broken_laws in self._checks(parallel, precision):
+            for broken_laws in self._checks(parallel, precision, verdict.cost):
                 verdict.failures += first_of_ranks(broken_laws)
+        verdict.cost = worst(all_gather_objects(verdict.cost))
         return verdict
 
     # ---- besides equality ----------------------------------------------------------------------------------------
 
-    def _checks(self, parallel: Parallel, precision: str) -> Iterator[list[str]]:
+    def _checks(self, parallel: Parallel, precision: str, cost: Cost) -> Iterator[list[str]]:
         """Laws that this rank has found broken, check by check. Every rank goes through them together."""
         engine = self.table[parallel.data]
         facts, cut = engine.facts(parallel), cut_axes(parallel)
@@ -218,12 +221,13 @@ class Proofs:
             strategy = spread(reference, parallel, self.table)
             batches = [structured.global_batch(step).share(strategy.batch_share()) for step in range(3)]
             check = check_pipeline if parallel.pp > 1 else check_structure
-            yield check(strategy, batches)
+            yield check(strategy, batches, cost)
+            yield self._check_state(strategy, structured, cost)
             if engine.leaves_in_flight and not cut:
                 layers_only = Scenario("layers only", MLP(layers=6, width=24), (8,))  # nothing lies outside the blocks
                 strategy = spread(self._reference(layers_only, parallel), parallel, self.table)
                 share = strategy.batch_share()
-                yield check_structure(strategy, [layers_only.global_batch(i).share(share) for i in range(3)])
+                yield check_structure(strategy, [layers_only.global_batch(i).share(share) for i in range(3)], Cost())
             if not self._samples_are_known:
                 self._samples_are_known = True
                 yield check_samples(strategy)
@@ -269,16 +273,24 @@ class Proofs:
         batch = scenario.global_batch(0).share(strategy.batch_share())
         for _ in range(2):
             strategy.step(batch)
-        if not strategy.engine.traffic_is_seen:
-            return []
         broken, _ = check_traffic(strategy, scenario, scenario.global_batch(0), self.table, torch.bfloat16)
         return [f"in bf16, {said}" for said in broken]
 
     def _check_traffic(self, verdict: Verdict, strategy: ParallelModel, scenario: Scenario) -> None:
         """Of the last step. A rank may have found what others have not: all of them hear of it."""
-        verdict.counted, verdict.traffic_is_seen = strategy.ledger.traffic(), strategy.engine.traffic_is_seen
-        broken, verdict.expected = check_traffic(strategy, scenario, scenario.global_batch(0), self.table)
+        verdict.counted = strategy.ledger.traffic()
+        broken, laws = check_traffic(strategy, scenario, scenario.global_batch(0), self.table)
+        verdict.expected = added(laws.values())
+        verdict.cost.count_calls(strategy.ledger, laws)
         verdict.failures += first_of_ranks(broken)
+
+    def _check_state(self, strategy: ParallelModel, scenario: Scenario, cost: Cost) -> list[str]:
+        """What a rank holds between steps, by the shapes that the axes of the model leave it."""
+        with torch.device("meta"):
+            model = scenario.build(seed=0).to(strategy.options.dtype)
+        stage, _ = cut_model(model, strategy.layout, strategy.parallel, strategy.options.loss)
+        sizes = ModelSizes.of(stage)
+        return cost.weigh_state(strategy, sizes.shapes, sizes.itemsize)
 
     def _reference(self, scenario: Scenario, parallel: Parallel) -> Reference:
         """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where

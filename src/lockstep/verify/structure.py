@@ -29,9 +29,10 @@ from lockstep.comm.ledger import Entry
 from lockstep.intervals import covered
 from lockstep.layout.region import local
 from lockstep.models.blocks import blocks_of
-from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE
+from lockstep.parallel.data.law import FIRST_BUCKET_SHARE, bucket_sizes
+from lockstep.parallel.zero.law import gathers, padded
 from lockstep.strategies import ParallelModel
-from lockstep.strategies.theory import bucket_sizes, padded
+from lockstep.verify.cost import Cost
 
 PRODUCTS = ("mm", "addmm", "bmm")
 
@@ -122,8 +123,10 @@ class Watch:
                 hook.remove()
 
 
-def check_structure(strategy: ParallelModel, batches: list[Any]) -> list[str]:
-    """Take steps with `batches`, this rank's shares; returns the laws that the last one has broken, on this rank."""
+def check_structure(strategy: ParallelModel, batches: list[Any], cost: Cost) -> list[str]:
+    """Take steps with `batches`, this rank's shares; returns the laws that the last one has broken, on this rank, and
+    writes down what it cost.
+    """
     *before, last = batches
     for batch in before:
         strategy.step(batch)
@@ -136,8 +139,8 @@ def check_structure(strategy: ParallelModel, batches: list[Any]) -> list[str]:
     if len(blocks) < 3:
         return []
     broken = [*_parameters_in_flight(strategy, in_flight, left, blocks)]
-    broken += _gradients(strategy, blocks)
-    broken += gather_laws(strategy, watch)
+    broken += _gradients(strategy, blocks, cost)
+    broken += gather_laws(strategy, watch, cost)
     broken += _tensor(strategy, products, blocks)
     broken += _memory(strategy)
     if strategy.options.recompute == "full" and any(p.inside and p.inside[0] for p in blocks):
@@ -150,13 +153,14 @@ def _waits(entry: Entry) -> float:
     return entry.wait_started if isinstance(entry.wait_started, float) else float("inf")
 
 
-def _gradients(strategy: ParallelModel, blocks: list[Passage]) -> Iterator[str]:
+def _gradients(strategy: ParallelModel, blocks: list[Passage], cost: Cost) -> Iterator[str]:
     facts = type(strategy.engine).facts(strategy.parallel)
     entries = [e for e in strategy.ledger.of("gradients") if e.axis not in ("tp", "pp")]
     if not facts.overlaps or len(entries) < 3 or strategy.layout.degrees.pp > 1 or not blocks[0].backward_begins:
         return
     reached = blocks[0].backward_begins[-1]
     early = [e for e in entries if isinstance(e.issued, float) and e.issued < reached]
+    cost.early = (len(early), len(entries))
     if 2 * len(early) < len(entries):
         yield (
             f"overlap: {len(early)} of {len(entries)} reductions of gradients were issued before backward reached "
@@ -190,20 +194,20 @@ def _parameters_in_flight(
         yield f"overlap: all {before} all-gathers of parameters are waited for before {blocks[0].name} begins"
 
 
-def gather_laws(strategy: ParallelModel, watch: Watch) -> Iterator[str]:
+def gather_laws(strategy: ParallelModel, watch: Watch, cost: Cost) -> Iterator[str]:
     """Those that a step has broken: the next block is gathered ahead, and no more than needed is unsharded."""
     engine, parallel = strategy.engine, strategy.parallel
     blocks = [p for p in watch.passages.values() if p.begins]
     if not engine.gathers_ahead or strategy.layout.gradient.size == 1:
         return
-    gathers = [e for e in strategy.ledger.of("parameters") if e.operation == "all_gather"]
+    entries = [e for e in strategy.ledger.of("parameters") if e.operation == "all_gather"]
     for block, following in pairwise(blocks):
-        if not any(e.subject == following.name and e.issued < block.ends[0] for e in gathers):  # type: ignore[operator]
+        if not any(e.subject == following.name and e.issued < block.ends[0] for e in entries):  # type: ignore[operator]
             yield f"prefetch: {following.name} is not being gathered when the forward of {block.name} ends"
             return
-    twice = parallel.sharding == "FULL_SHARD" and parallel.pp == 1
+    twice = gathers(3, parallel.pp > 1, parallel.sharding == "FULL_SHARD") == 2
     for following, block in pairwise(blocks) if twice else ():
-        issued = [e for e in gathers if e.subject == following.name and e.issued > block.ends[0]]  # type: ignore[operator]
+        issued = [e for e in entries if e.subject == following.name and e.issued > block.ends[0]]  # type: ignore[operator]
         reduced = [e.issued for e in strategy.ledger.of("gradients") if e.subject == block.name]
         if issued and reduced and issued[0].issued > reduced[0]:  # type: ignore[operator]
             yield f"prefetch: {following.name} is not being gathered while {block.name} computes its backward"
@@ -211,6 +215,7 @@ def gather_laws(strategy: ParallelModel, watch: Watch) -> Iterator[str]:
     outside, sizes = engine.gathered_sizes()
     most = outside + (parallel.prefetch + 1) * max(sizes) if twice else outside + sum(sizes)
     largest, where = max((max(p.gathered), p.name) for p in blocks)
+    cost.gathered = (largest, most)
     if largest > most:
         yield f"memory: {largest:,} bytes of parameters are gathered at {where}, and at most {most:,} by the law"
     if twice and max(watch.after_forward) > outside + max(sizes):
@@ -222,7 +227,7 @@ def gather_laws(strategy: ParallelModel, watch: Watch) -> Iterator[str]:
 
 def _tensor(strategy: ParallelModel, products: Products, blocks: list[Passage]) -> Iterator[str]:
     """Most sums of backward hide behind the product of a weight's gradient."""
-    if strategy.layout.degrees.tp == 1 or not strategy.engine.traffic_is_seen or strategy.layout.degrees.pp > 1:
+    if strategy.layout.degrees.tp == 1 or "tp" in strategy.parallel.native or strategy.layout.degrees.pp > 1:
         return
     begun = min(p.backward_begins[-1] for p in blocks)
     entries = [e for e in strategy.ledger.of("activations") if e.axis == "tp" and e.issued > begun]  # type: ignore[operator]

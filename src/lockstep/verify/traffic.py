@@ -4,19 +4,19 @@ import torch
 
 from lockstep.comm.ledger import Ledger
 from lockstep.data import Batch
+from lockstep.parallel.law import Sent
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.table import Table
-from lockstep.strategies.theory import Theory, added
 from lockstep.strategies.traffic import traffic_by_axis
 from lockstep.verify.scenarios import Scenario
 
 
 def check_traffic(
     strategy: ParallelModel, scenario: Scenario, batch: Batch, table: Table, compute: torch.dtype | None = None
-) -> tuple[list[str], Theory | None]:
-    """(what is wrong on this rank, what theory says), of the last step, whose shape `batch` has."""
+) -> tuple[list[str], dict[str, Sent | None]]:
+    """(what is wrong on this rank, what theory says by axis), of the last step, whose shape `batch` has."""
     if any(True for _ in strategy.model.buffers()):
-        return [], None  # they travel too
+        return [], {"data": None}  # they travel too
     layout, parallel, options = strategy.layout, strategy.parallel, strategy.options
     with torch.device("meta"):
         model = scenario.build(seed=0).to(options.dtype)
@@ -31,7 +31,7 @@ def check_traffic(
                 f"{sent.wire_bytes:,.0f} bytes per step counted, {theory.collectives} and "
                 f"{theory.wire_bytes:,.0f} by theory{missing_calls(strategy.ledger, axis)}"
             )
-    return broken, added(laws.values())
+    return broken, laws
 
 
 def missing_calls(ledger: Ledger, axis: str) -> str:

@@ -20,8 +20,6 @@ from lockstep.comm.collectives import Pending, all_reduce_async, new_buffer
 from lockstep.layout.group import GroupLike, group_of
 
 T = TypeVar("T", bound=Tensor)
-FIRST_BUCKET_SHARE = 1 / 3
-"""The first bucket is smaller: its traffic starts early, and is hidden behind most of backward."""
 
 
 class Outcome(float, Enum):

@@ -30,8 +30,9 @@ from lockstep.comm.hosts import flag_device, sum_over_ranks
 from lockstep.comm.ledger import about, standing_still
 from lockstep.errors import UserError
 from lockstep.layout.group import GroupLike, group_of
-from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE, Bucket, Outcome, assign_buckets
+from lockstep.parallel.data.bucket import Bucket, Outcome, assign_buckets
 from lockstep.parallel.data.compression import make_reducer
+from lockstep.parallel.data.law import FIRST_BUCKET_SHARE
 from lockstep.parallel.data.wrapper import GradientWrapper, broadcast_module, check_same_model
 
 Sync = Literal["naive", "flat", "overlap", "bucketed"]

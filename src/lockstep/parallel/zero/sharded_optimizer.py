@@ -28,7 +28,8 @@ from lockstep.comm.collectives import Pending, all_gather_into_async, all_gather
 from lockstep.comm.ledger import about, awaited_later
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
-from lockstep.parallel.data.bucket import FIRST_BUCKET_SHARE, assign_buckets
+from lockstep.parallel.data.bucket import assign_buckets
+from lockstep.parallel.data.law import FIRST_BUCKET_SHARE
 from lockstep.parallel.guards import WHOLE_TENSOR_OPTIMIZERS
 from lockstep.parallel.zero.flat import FlatLayout, Piece
 

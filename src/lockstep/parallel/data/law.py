@@ -1,0 +1,63 @@
+"""What data parallelism sends: every gradient once in a step, over n ranks, in buckets.
+
+    plain        an all-reduce of each bucket                                   2Ψ(n-1)/n elements
+    bf16, fp16   the same, in two bytes
+    topk         an all-gather of values and one of indices, of each bucket     Ψ · ratio · (n-1) of each
+    powersgd     an all-reduce of each of two thin factors                      2(n-1)/n · rank · (rows + columns)
+
+Ψ is the number of trained elements. With them travel the flags: one for each parameter ("used on this rank") and one
+for the outcome of backward. A rank holds all of Ψ: as parameters, as gradients and in the optimizer's state.
+"""
+
+from math import ceil, prod
+
+from lockstep.parallel.law import NOTHING, Sent, Shape, all_gather, all_reduce
+
+FIRST_BUCKET_SHARE = 1 / 3
+"""Of a bucket's size: the first bucket closes early, so that communication begins early."""
+
+
+def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float, first_share: float = 1.0) -> list[list[int]]:
+    """Elements of each parameter of each bucket: filled from the last parameter on, closed when the cap is reached."""
+    cap = bucket_mb * 1024 * 1024 / itemsize
+    buckets: list[list[int]] = [[]]
+    for size in reversed(sizes):
+        buckets[-1].append(size)
+        if sum(buckets[-1]) >= (cap * first_share if len(buckets) == 1 else cap):
+            buckets.append([])
+    return [b for b in buckets if b]
+
+
+def flags_of(parameters: int) -> int:
+    return parameters + 1
+
+
+def all_reduced(elements: int, flags: int, buckets: int, itemsize: int, n: int) -> Sent:
+    return all_reduce((elements + flags) * itemsize, n).in_pieces(buckets)
+
+
+def top_k(buckets: list[list[int]], flags: int, ratio: float, itemsize: int, n: int) -> Sent:
+    """Of each bucket: values, int32 indices, flags."""
+    kept = sum(min(sum(bucket), max(1, ceil(ratio * sum(bucket)))) for bucket in buckets)
+    pairs = all_gather(n * kept * itemsize, n) + all_gather(n * kept * 4, n)
+    return (pairs + all_reduce(flags * itemsize, n)).in_pieces(len(buckets))
+
+
+def power_sgd(buckets: list[list[Shape]], flags: int, rank: int, itemsize: int, n: int) -> Sent:
+    """Two rounds where a bucket has something to compress. What is not compressed travels with the first."""
+    total = NOTHING
+    for bucket in buckets:
+        thin = [thin_elements(shape, rank) for shape in bucket]
+        rounds = 2 if any(compressed for _, compressed in thin) else 1
+        total += all_reduce(sum(elements for elements, _ in thin) * itemsize, n).in_pieces(rounds)
+    return total + Sent(0, all_reduce(flags * itemsize, n).wire_bytes)
+
+
+def thin_elements(shape: Shape, rank: int) -> tuple[int, bool]:
+    """(elements sent for one parameter, whether it is sent as two thin factors)."""
+    total = prod(shape)
+    if len(shape) < 2:
+        return total, False
+    rows, columns = shape[0], total // shape[0]
+    thin = (rows + columns) * min(rank, rows, columns)
+    return (thin, True) if thin < total else (total, False)

@@ -1,0 +1,34 @@
+"""The mesh that PyTorch's own engines communicate over. What they do along axes of the model, and between copies, is
+noted in the ledger; FSDP2's shards are noted where it lets us issue their collectives (`fsdp_observed.py`).
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.comm.observe import observed_group
+from lockstep.layout import Group, Layout
+
+PURPOSES = {"tp": "activations", "cp": "activations", "replicate": "gradients"}
+
+
+def native_mesh(layout: Layout, *axes: str) -> Any:
+    def noted(group: Group) -> dist.ProcessGroup:
+        if group.axis not in PURPOSES:
+            return group.native
+        on_own_stream = group.axis == "replicate" and layout.world.device.type == "cuda"  # FSDP2's
+        return observed_group(group, PURPOSES[group.axis], sees_waits=not on_own_stream)
+
+    return layout.mesh(*axes, through=noted)
+
+
+def data_axes(layout: Layout) -> tuple[str, ...]:
+    """Those of FSDP2's mesh."""
+    return ("replicate", "shard x cp") if layout.degrees.replicate > 1 else ("shard x cp",)
+
+
+def tensor_mesh(layout: Layout) -> Any:
+    """FSDP2 wants its mesh and this one to be parts of one."""
+    if layout.gradient.size == 1:
+        return native_mesh(layout, "tp")
+    return native_mesh(layout, *data_axes(layout), "tp")["tp"]
