@@ -16,7 +16,7 @@ test: lint
 # Proofs first: matrices of layouts, planted faults; then what takes minutes. --minutes: on a machine that is starved
 # the run ends by then, and fails if anything was left out.
 test-slow: $(INSTALLED)
-	$(BIN)/pytest -q -m slow --minutes 68 -rs
+	$(BIN)/pytest -q -m slow --minutes 68 -rs --durations 30
 
 # A site of docs/ with the lessons, for a browser, without a network: build/docs/index.html.
 docs: $(INSTALLED)

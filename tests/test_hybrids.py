@@ -30,7 +30,7 @@ from tests.test_checkpoint import check_moves
 
 MORE = {ranks: [name for name in names if name not in preset("standard")[ranks]] for ranks, names in HYBRIDS.items()}
 """What `lockstep verify` by itself does not have."""
-AT_4_AS_PAIRS = ("fsdp,cp=2,tp=2", "fsdp+HYBRID_SHARD,tp=2:native", "zero1,pp=2:1f1b,tp=2")
+AT_4_AS_PAIRS = ("fsdp,cp=2,tp=2", "fsdp+HYBRID_SHARD,tp=2", "fsdp+HYBRID_SHARD,tp=2:native", "zero1,pp=2:1f1b,tp=2")
 MORE[8] = [name for name in MORE[8] if name not in AT_4_AS_PAIRS]
 ON_GLOO = ["single,tp=2:sequence", "bucketed,cp=2", "bucketed,cp=2:ulysses", "single,pp=2:1f1b", "single,pp=2:zb-v"]
 

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lockstep.cli.plan import as_config, not_run
 from lockstep.config import GPT, Config, Parallel, Train
+from lockstep.layout.world import World
 from lockstep.parallel.context import law as context
 from lockstep.parallel.data import law as data
 from lockstep.parallel.law import NOTHING, Sent, added, all_gather
@@ -144,26 +146,21 @@ def test_each_stage_of_zero_has_a_strategy_and_leads_to_the_next() -> None:
 # ---- what verify shows of them -------------------------------------------------------------------------------------
 
 
-def costs(world: object, names: list[str]) -> dict[str, object]:
-    return {v.strategy: (v.failures, v.cost, v.counted) for v in verify(world, Request(names, steps=2))}  # type: ignore[arg-type]
+def costs(world: World, names: list[str]) -> dict[str, Any]:
+    return {v.strategy: (v.failures, v.cost, v.counted) for v in verify(world, Request(names, steps=2))}
 
 
-def test_verify_counts_calls_and_what_is_held() -> None:
-    found: dict[str, tuple[list[str], object, object]] = on_ranks(costs, 2, ["zero3", "single,pp=2:1f1b"])[0]
-    for failures, _, _ in found.values():
-        assert failures == []
+def test_verify_counts_calls_and_what_is_held_also_of_pytorchs_own_axes() -> None:
+    native = {"tp": "single,tp=2:native", "pp": "single,pp=2:1f1b:native"}
+    found = on_ranks(costs, 2, ["zero3", "single,pp=2:1f1b", *native.values()])[0]
+    assert {name: failures for name, (failures, _, _) in found.items() if failures} == {}
     cost = found["zero3"][1]
-    assert cost.calls["data"][0] == cost.calls["data"][1]  # type: ignore[attr-defined]
-    assert 0 < cost.gathered[0] <= cost.gathered[1]  # type: ignore[attr-defined]
-    assert 0.9 * cost.state[1] < cost.state[0] <= cost.state[1]  # type: ignore[attr-defined]
+    assert cost.calls["data"][0] == cost.calls["data"][1]
+    assert 0 < cost.gathered[0] <= cost.gathered[1]
+    assert 0.9 * cost.state[1] < cost.state[0] <= cost.state[1]
     cost = found["single,pp=2:1f1b"][1]
-    assert cost.idle == (3.0, 3.0)  # type: ignore[attr-defined]
-    assert cost.micro_batches == (2.0, 2.0)  # type: ignore[attr-defined]
-
-
-def test_what_pytorch_sends_by_itself_is_counted() -> None:
-    found = on_ranks(costs, 2, ["single,tp=2:native", "single,pp=2:1f1b:native"])[0]
-    for axis, (failures, cost, counted) in zip(("tp", "pp"), found.values(), strict=True):
-        assert failures == []
+    assert (cost.idle, cost.micro_batches) == ((3.0, 3.0), (2.0, 2.0))
+    for axis, name in native.items():
+        _, cost, counted = found[name]
         assert cost.calls[axis][0] > 0
         assert counted.axis_bytes[axis] == counted.wire_bytes > 0

@@ -62,10 +62,10 @@ def test_every_layout_loads_from_others(tmp_path: Path) -> None:
     following = [("2", a, names[(i + step) % len(names)]) for i, a in enumerate(names) for step in (1 + i % 4,)]
     rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]] = [
         (1, [], ["single"]),
-        (3, [("1", "single", name) for name in names[::2]], names),
+        (3, [("1", "single", name) for name in names[::3]], names[1::2]),
         (2, [("3", name, name) for name in names[1::2]], names),
         (2, following[::2], []),
-        (1, [("2", name, "single") for name in names[::2]] + [("3", name, "single") for name in names[1::2]], []),
+        (1, [("2", name, "single") for name in names[::4]] + [("3", name, "single") for name in names[1::4]], []),
     ]
     check_moves(rounds, tmp_path, 800)
 
