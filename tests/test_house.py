@@ -64,6 +64,29 @@ def test_rooms_of_one_floor_do_not_know_each_other_in_a_circle() -> None:
             seen |= front
 
 
+MODULES = {".".join(["lockstep", *file.relative_to(SOURCE).with_suffix("").parts]): file for file in FILES}
+
+
+def modules_known_to(file: Path) -> set[str]:
+    """By an import anywhere in it, but for what only a type checker reads."""
+    tree, found = ast.parse(file.read_text()), set()
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    only_types = {inner for node in checks for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node not in only_types:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & set(MODULES)
+
+
+def test_no_files_know_each_other_in_a_circle() -> None:
+    """Files that nobody knows any more are taken away until none is left, or a circle."""
+    knows = {name: modules_known_to(file) for name, file in MODULES.items()}
+    while leaves := [name for name, others in knows.items() if not others & knows.keys()]:
+        for name in leaves:
+            del knows[name]
+    assert not knows, f"in a circle, or above one: {sorted(knows)[:12]}"
+
+
 def test_every_class_says_what_it_is() -> None:
     """But in exercises, whose text says it."""
     silent = [

@@ -20,6 +20,7 @@ from lockstep.strategies import Engine, available_strategies
 from lockstep.strategies.data_parallel import HandWritten
 from lockstep.strategies.fully_sharded import FullySharded
 from lockstep.strategies.sharded import ShardedState
+from lockstep.strategies.step import Cut
 from lockstep.strategies.worker import Worker
 from lockstep.verify import Request, Verdict, verify
 from lockstep.verify.run import Proofs
@@ -65,8 +66,8 @@ class SumForMean(HandWritten):
 class DroppedSample(HandWritten):
     """The last rank forgets the last sample of its share."""
 
-    def make_worker(self) -> Worker:
-        return ForgetfulWorker(self)
+    def own_worker(self, cut: Cut) -> Worker:
+        return ForgetfulWorker(self, cut)
 
 
 class ForgetfulWorker(Worker):
@@ -78,8 +79,8 @@ class ForgetfulWorker(Worker):
 class MeanOfMeans(HandWritten):
     """Weights by ranks and not by counts: right on even batches only."""
 
-    def make_worker(self) -> Worker:
-        return WorkerByRanks(self)
+    def own_worker(self, cut: Cut) -> Worker:
+        return WorkerByRanks(self, cut)
 
 
 class WorkerByRanks(Worker):
@@ -127,8 +128,8 @@ class NotReduced(FullySharded):
 class CountedTwice(FullySharded):
     """The norm counts what several ranks hold as often as it is held."""
 
-    def make_worker(self) -> Worker:
-        worker = super().make_worker()
+    def own_worker(self, cut: Cut) -> Worker:
+        worker = Worker(self, cut)
         norm = worker.gradients.norm
         worker.gradients.norm = lambda: norm() * self.layout.world.size**0.5  # type: ignore[method-assign]
         return worker
@@ -137,8 +138,8 @@ class CountedTwice(FullySharded):
 class ClippedAlone(ShardedState):
     """Each rank clips its part by the norm of that part."""
 
-    def make_worker(self) -> Worker:
-        worker = super().make_worker()
+    def own_worker(self, cut: Cut) -> Worker:
+        worker = Worker(self, cut)
         clip = worker.gradients.clip
 
         def by_own_norm(_: Tensor, limit: float) -> None:

@@ -20,7 +20,7 @@ from lockstep.layout import Held
 from lockstep.layout.group import group_of, shared_group
 from lockstep.layout.world import World
 from lockstep.parallel import Pipeline, ShardedOptimizer
-from lockstep.parallel.holding import held_by, owned_pieces, unwrapped
+from lockstep.parallel.holding import held_by, unwrapped
 from lockstep.strategies.state import RegionState, initialize_state
 
 
@@ -91,6 +91,8 @@ class OwnLoop:
 
     def __init__(self, model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         self.wrapper, self.optimizer = model, optimizer or no_optimizer()
+        self.sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+        """The same, where it has this rank's pieces only."""
         self.model = unwrapped(model)
         group = group_of()
         self.layout = SimpleNamespace(world=world, batch=group, norm=group)
@@ -98,23 +100,22 @@ class OwnLoop:
         self.state = RegionState(self)
 
     def held(self) -> dict[str, Held]:
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.wait_for_parameters()
+        if self.sharded is not None:
+            self.sharded.wait_for_parameters()
         return held_by(self.wrapper)
 
     def trained(self) -> dict[str, Held]:
-        if not isinstance(self.optimizer, ShardedOptimizer):
-            return {name: held for name, held in self.held().items() if held.parameter.requires_grad}
-        return owned_pieces(self.model, self.optimizer)
+        if self.sharded is not None:
+            return self.sharded.owned_of(self.model)
+        return {name: held for name, held in self.held().items() if held.parameter.requires_grad}
 
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer.inner if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
+        return self.optimizer if self.sharded is None else self.sharded.inner
 
     def after_load(self) -> None:
-        if isinstance(self.optimizer, ShardedOptimizer):
-            for bucket in self.optimizer.buckets:
-                bucket.refresh()
+        if self.sharded is not None:
+            self.sharded.refresh()
 
     def own_state(self) -> dict[str, Any]:
         return {}

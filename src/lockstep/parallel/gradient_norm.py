@@ -20,9 +20,7 @@ from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.layout.region import Box, Held, local
-from lockstep.parallel.data.local_sgd import LocalSGD
-from lockstep.parallel.holding import trained_by
-from lockstep.parallel.pipeline.pipeline import Pipeline
+from lockstep.parallel.holding import Holder, trained_by
 
 
 class Gradients:
@@ -116,7 +114,7 @@ def clip_grad_norm_(
     must call it. Returns the norm before clipping, the same on every rank (under `LocalSGD`, whose ranks train apart
     between two averages, each rank's own). `process_group`: the ranks that train this model, if not all of them.
     """
-    if not isinstance(model, nn.Module | Pipeline | LocalSGD):
+    if not isinstance(model, nn.Module | Holder):
         raise UserError(
             f"lockstep.clip_grad_norm_ was given {_described(model)}; give the model itself, or the wrapper around it: "
             f"which rank holds which part of it is what parameters alone do not say"

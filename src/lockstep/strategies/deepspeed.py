@@ -26,7 +26,7 @@ from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.options import Options
 from lockstep.strategies.state import first_names, persistent, wanted_leaves
-from lockstep.strategies.step import Totals
+from lockstep.strategies.step import Cut, Totals
 from lockstep.strategies.worker import Worker
 
 STALE_MINUTES = 10
@@ -166,8 +166,8 @@ class DeepSpeed(Engine):
         gathered: AbstractContextManager[None] = self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
         return gathered
 
-    def make_worker(self) -> "DeepSpeedWorker":
-        return DeepSpeedWorker(self)
+    def own_worker(self, cut: Cut) -> "DeepSpeedWorker":
+        return DeepSpeedWorker(self, cut)
 
     def make_state(self) -> "DeepSpeedState":
         return DeepSpeedState(self)
@@ -178,8 +178,8 @@ class DeepSpeedWorker(Worker):
 
     engine: DeepSpeed
 
-    def __init__(self, engine: DeepSpeed) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: DeepSpeed, cut: Cut) -> None:
+        super().__init__(engine, cut)
         self.loss_scale = None  # fp16's is DeepSpeed's own
         self._micro_batch = 0
 

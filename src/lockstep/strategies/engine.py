@@ -7,7 +7,7 @@ a new one is one file and one row of `STRATEGIES`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,12 +20,12 @@ from lockstep.data import Inputs, called_with
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held, Layout
 from lockstep.layout.region import region_of
-from lockstep.models.loss import Measure
 from lockstep.parallel.law import Sent, Shape
 from lockstep.parallel.pipeline.tied import gradient_or_zeros
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.options import Options
+from lockstep.strategies.step import Cut
 
 if TYPE_CHECKING:
     from lockstep.strategies.state import State
@@ -126,8 +126,6 @@ class Engine(ABC):
     module: nn.Module
     """What to call in forward: the model, or a wrapper of it."""
     optimizer: torch.optim.Optimizer
-    measure: Measure | None = None
-    """What takes the loss where outputs are cut; None: the ordinary one."""
     casts = False
     """It computes in the right precision by itself: no autocast."""
     host_decides = False
@@ -144,8 +142,6 @@ class Engine(ABC):
     """
     scales_loss = False
     """fp16's loss scale is its own, and so are the steps that it skips to find it."""
-    around_attention: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Around every forward and backward."""
 
     def __init__(self, layout: Layout, options: Options) -> None:
         self.layout, self.options, self.parallel = layout, options, options.parallel
@@ -278,15 +274,9 @@ class Engine(ABC):
 
     # ---- what executes and saves it ----------------------------------------------------------------------------
 
-    def make_worker(self) -> "Worker":
-        """What executes a schedule; an engine that owns its step brings its own."""
-        from lockstep.strategies.native_pipeline import NativePipelineWorker  # they know engines
-        from lockstep.strategies.pipeline import PipelineWorker
-        from lockstep.strategies.worker import Worker
-
-        if self.layout.degrees.pp == 1:
-            return Worker(self)
-        return NativePipelineWorker(self) if "pp" in self.parallel.native else PipelineWorker(self)
+    def own_worker(self, cut: Cut) -> "Worker | None":
+        """What executes its steps, where it owns them; None: a schedule is executed."""
+        return None
 
     def make_state(self) -> "State":
         from lockstep.strategies.state import RegionState  # it knows engines

@@ -17,7 +17,7 @@ from lockstep.parallel.law import Sent
 from lockstep.parallel.zero.fully_sharded import FullyShardedDataParallel
 from lockstep.parallel.zero.law import fully_sharded, gathers
 from lockstep.parallel.zero.sharded_module import fill_later
-from lockstep.parallel.zero.sharded_stage import ShardedStage, stage_names
+from lockstep.parallel.zero.sharded_stage import ShardedStage
 from lockstep.strategies.by_hand import ByHand
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.model_sizes import ModelSizes
@@ -98,8 +98,7 @@ class FullySharded(ByHand):
         return called_with(self.module, inputs)
 
     def held(self) -> dict[str, Held]:
-        held = stage_names(self.model, self.module.held())
-        return {name: Held(parameter, region) for name, parameter, region in held}
+        return self.module.held()
 
     def gathered_bytes(self) -> int:
         return self.module.gathered_bytes()

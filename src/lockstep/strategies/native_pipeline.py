@@ -17,6 +17,7 @@ from lockstep.parallel.pipeline.schedule import Instruction
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.pipeline import PipelineWorker
+from lockstep.strategies.step import Cut
 from lockstep.strategies.worker import Step, Worker
 
 SCHEDULES = {  # ours -> torch's
@@ -56,8 +57,8 @@ class Part(nn.Module):
 class NativePipelineWorker(PipelineWorker):
     """Steps by PyTorch's own pipeline schedules."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, cut: Cut) -> None:
+        super().__init__(engine, cut)
         self.instructions = [Instruction("native_passes"), Instruction("reduce"), Instruction("step")]
         self._schedules: dict[tuple[int, ...], Any] = {}
         """By the shape of a micro-batch: a schedule of torch's keeps buffers for one."""

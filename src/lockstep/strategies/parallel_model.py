@@ -11,18 +11,30 @@ from lockstep.parallel.data.wrapper import broadcast_buffers
 from lockstep.strategies.compiling import only_compiled_graphs
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.loss_scale import LossScale
+from lockstep.strategies.native_pipeline import NativePipelineWorker
 from lockstep.strategies.options import Options
+from lockstep.strategies.pipeline import PipelineWorker
 from lockstep.strategies.state import gathered
-from lockstep.strategies.step import Phases, StepResult
+from lockstep.strategies.step import Cut, Phases, StepResult
+from lockstep.strategies.worker import Worker
+
+
+def worker_for(engine: Engine, cut: Cut) -> Worker:
+    """What executes a schedule with an engine."""
+    if engine.layout.degrees.pp == 1:
+        return Worker(engine, cut)
+    return (NativePipelineWorker if "pp" in engine.parallel.native else PipelineWorker)(engine, cut)
 
 
 class ParallelModel:
     """Takes steps, evaluates, and says what each rank holds."""
 
-    def __init__(self, engine: Engine, parameters: int, flops_per_sample: int = 0) -> None:
-        """`parameters`: of the whole model. `flops_per_sample`: of one sample's forward and backward pass."""
-        self.engine, self.parameters, self.flops_per_sample = engine, parameters, flops_per_sample
-        self.worker, self.state = engine.make_worker(), engine.make_state()
+    def __init__(self, engine: Engine, parameters: int, cut: Cut, flops_per_sample: int = 0) -> None:
+        """`parameters`: of the whole model. `cut`: how the axes that cut it have left it. `flops_per_sample`: of one
+        sample's forward and backward pass.
+        """
+        self.engine, self.parameters, self.cut, self.flops_per_sample = engine, parameters, cut, flops_per_sample
+        self.worker, self.state = engine.own_worker(cut) or worker_for(engine, cut), engine.make_state()
 
     @property
     def layout(self) -> Layout:

@@ -22,15 +22,11 @@ from lockstep.models.recompute import recompute
 from lockstep.parallel.data.wrapper import check_same_model, models_are_equal
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.strategies.compiling import compile_blocks, compile_model
-from lockstep.strategies.context import cut_positions
+from lockstep.strategies.cutting import cut_model
 from lockstep.strategies.engine import Engine
-from lockstep.strategies.native_context import attend_by_torch
-from lockstep.strategies.native_tensor import cut_by_dtensor
 from lockstep.strategies.options import Options
 from lockstep.strategies.parallel_model import ParallelModel
-from lockstep.strategies.pipeline import cut_into_stages
 from lockstep.strategies.table import STRATEGIES, Table, check_parallel, degrees_of
-from lockstep.strategies.tensor import TensorPlan, cut_tensors
 
 
 def make_layout(world: World, parallel: Parallel, table: Table = STRATEGIES) -> Layout:
@@ -70,23 +66,12 @@ def _spread(
     """`tensors`: the weights of a model on the meta device, one at a time."""
     parameters = parameter_count(model)
     parallel = options.parallel
-    plan = TensorPlan.of(model, layout.degrees.tp, options.loss)
-    model = cut_into_stages(model, layout, parallel)
     place = None if tensors is not None else layout.world.device
-    by_dtensor = "tp" in parallel.native and layout.degrees.tp > 1
-    if by_dtensor:
-        model.to(place, options.dtype)  # a DTensor that moves loses its hooks
-        engine.measure = cut_by_dtensor(model, plan, layout, parallel.sequence)
-    else:
-        engine.measure = cut_tensors(model, plan, layout.group("tp"), parallel)
-    if "cp" in parallel.native and layout.degrees.cp > 1:
-        engine.around_attention = attend_by_torch(model, layout)
-    else:
-        cut_positions(model, layout.group("cp"), parallel.attention)
+    model, cut, is_placed = cut_model(model, layout, options, place)
     here = not parallel.recompute_stages or layout.coordinates["pp"] in parallel.recompute_stages
     if here and (not isinstance(model, Stage) or blocks_of(model)):  # a stage may have the embedding only
         recompute(model, options.recompute, options.recompute_every)
-    if not by_dtensor:
+    if not is_placed:
         model.to(place, options.dtype)
     if engine.fills_parts:  # it shards block by block
         compile_blocks(model, options)
@@ -95,7 +80,7 @@ def _spread(
     engine.wrap(model)
     if tensors is not None:
         fill(engine, of_first_rank(tensors, layout.norm, layout.world.device))
-    return ParallelModel(engine, parameters)
+    return ParallelModel(engine, parameters, cut)
 
 
 @torch.no_grad()

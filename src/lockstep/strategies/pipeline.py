@@ -23,6 +23,7 @@ from lockstep.parallel.pipeline.schedule import Instruction, Placement, forward_
 from lockstep.parallel.pipeline.stage import Stage, cut_stage, parameters_of
 from lockstep.parallel.pipeline.tied import TiedGradients
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.step import Cut
 from lockstep.strategies.worker import Step, Worker
 
 
@@ -49,8 +50,8 @@ def cut_into_stages(model: nn.Module, layout: Layout, parallel: Parallel) -> nn.
 class PipelineWorker(Worker):
     """Carries out a pipeline's schedule."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, cut: Cut) -> None:
+        super().__init__(engine, cut)
         parallel, self.group = engine.parallel, self.layout.group("pp")
         assert isinstance(engine.model, Stage)
         self.stage: Stage = engine.model

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from lockstep.config import Parallel
 from lockstep.layout import Held
 from lockstep.parallel.data.law import FIRST_BUCKET_SHARE, bucket_sizes
-from lockstep.parallel.holding import owned_pieces
 from lockstep.parallel.law import Sent
 from lockstep.parallel.zero.law import sharded_state
 from lockstep.parallel.zero.sharded_data_parallel import ShardedDataParallel
@@ -73,11 +72,10 @@ class ShardedState(ByHand):
         self.optimizer.wait_for_parameters()
 
     def after_load(self) -> None:
-        for bucket in self.optimizer.buckets:
-            bucket.refresh()
+        self.optimizer.refresh()
 
     def trained(self) -> dict[str, Held]:
-        return owned_pieces(self.model, self.optimizer)
+        return self.optimizer.owned_of(self.model)
 
     def gathers_for(self, module: nn.Module) -> set[str]:
         wanted, buckets = set(module.parameters()), self.optimizer.buckets

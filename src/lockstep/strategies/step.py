@@ -1,7 +1,7 @@
-"""What a step tells: sums over the global batch, the result, where its time went."""
+"""What a step is run with and what it gives: how the model is cut, sums over the global batch, where its time went."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NamedTuple
@@ -11,6 +11,17 @@ from torch import Tensor
 
 from lockstep.comm.collectives import Pending
 from lockstep.comm.ledger import Mark, mark, seconds_between
+from lockstep.models.loss import Measure
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What whoever runs a cut model must know of it."""
+
+    measure: Measure | None = None
+    """What takes the loss where outputs are cut; None: the ordinary one."""
+    around_passes: Callable[[], AbstractContextManager[None]] = nullcontext
+    """To be entered around every forward and backward."""
 
 
 @dataclass

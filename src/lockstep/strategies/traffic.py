@@ -49,7 +49,7 @@ def traffic_by_axis(
     degrees = layout.degrees
     pp, tp, cp = (layout.group(axis) for axis in ("pp", "tp", "cp"))
     micro_batches = batch.micro_batches(accumulation if pp.size == 1 else micro_batches_of(parallel, accumulation))
-    stage, plan = cut_model(model, layout, parallel, loss)
+    stage, plan = cut_on_meta(model, layout, parallel, loss)
     ranks = degrees.replicate * degrees.shard * degrees.cp
     found = {"data": expected_traffic(ModelSizes.of(stage, compute, parallel.reduce_dtype), parallel, ranks, table)}
     if pp.size > 1 and parallel.reshard_micro_batches:
@@ -85,7 +85,7 @@ def traffic_by_axis(
     return {axis: None if axis in parallel.native else sent for axis, sent in found.items()}
 
 
-def cut_model(
+def cut_on_meta(
     model: nn.Module, layout: Layout | FirstRank, parallel: Parallel, loss: LossSum
 ) -> tuple[nn.Module, TensorPlan]:
     """What the axes of the model leave this rank of it, and how its matrices are cut."""

@@ -29,7 +29,7 @@ from lockstep.parallel.pipeline.schedule import Instruction, one_stage
 from lockstep.strategies.compiling import compiled
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.loss_scale import LossScale
-from lockstep.strategies.step import Phases, StepResult, Totals
+from lockstep.strategies.step import Cut, Phases, StepResult, Totals
 
 
 @dataclass
@@ -54,11 +54,12 @@ class Step:
 class Worker:
     """Carries out instructions, with one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, cut: Cut) -> None:
         self.engine, self.layout, self.options = engine, engine.layout, engine.options
+        self.around_passes = cut.around_passes
         self.device = self.layout.world.device
         self.ledger, self.phases = Ledger(self.device), Phases(self.device)
-        self.measure = engine.measure or compiled(with_correct_count(self.options.loss), self.options)
+        self.measure = cut.measure or compiled(with_correct_count(self.options.loss), self.options)
         self.ignored = ignored_index(self.options.loss)
         self.loss_scale = LossScale() if self.options.precision == "fp16" else None
         self.stop_requested = False
@@ -154,7 +155,7 @@ class Worker:
         micro_batch = step.micro_batches[index]
         if micro_batch.filler:
             self.engine.model.eval()  # a filler leaves running statistics alone
-        with self._around(index, step), self.engine.around_attention(), self.phases("forward"), self.precision():
+        with self._around(index, step), self.around_passes(), self.phases("forward"), self.precision():
             outputs = self.forward(micro_batch.inputs)
             step.losses[index], correct = self.measure(outputs, micro_batch.targets)
         if not micro_batch.filler:
@@ -167,7 +168,7 @@ class Worker:
             totals.own_loss = totals.sums[0].clone()
             # In flight during backward.
             totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
-        with self._around(index, step), self.engine.around_attention(), self.phases("backward"):
+        with self._around(index, step), self.around_passes(), self.phases("backward"):
             self.backward(self._weighted(step.losses.pop(index), micro_batch, totals.counts[0]))
         if micro_batch.filler:
             self.engine.model.train()
@@ -182,7 +183,7 @@ class Worker:
 
     def predict(self, inputs: Inputs) -> Any:
         """Forward without training; None where another rank has the outputs."""
-        with self.engine.around_attention():
+        with self.around_passes():
             return self.engine.predict(inputs)
 
     def forward(self, inputs: Inputs) -> Any:

@@ -26,7 +26,7 @@ from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.native_context import CHUNK
 from lockstep.strategies.pipeline import placement_for
 from lockstep.strategies.table import Table, check_parallel
-from lockstep.strategies.traffic import cut_model
+from lockstep.strategies.traffic import cut_on_meta
 from lockstep.verify.compare import TOLERANCE, Comparison, compare, first_of_ranks, spread
 from lockstep.verify.cost import Cost, worst
 from lockstep.verify.dropout import check_dropout
@@ -288,7 +288,7 @@ class Proofs:
         """What a rank holds between steps, by the shapes that the axes of the model leave it."""
         with torch.device("meta"):
             model = scenario.build(seed=0).to(strategy.options.dtype)
-        stage, _ = cut_model(model, strategy.layout, strategy.parallel, strategy.options.loss)
+        stage, _ = cut_on_meta(model, strategy.layout, strategy.parallel, strategy.options.loss)
         sizes = ModelSizes.of(stage)
         return cost.weigh_state(strategy, sizes.shapes, sizes.itemsize)
 

@@ -20,11 +20,12 @@ from lockstep.errors import UserError
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
+from lockstep.parallel.holding import Holder
 
 CHUNK_BYTES = 25 * 1024 * 1024
 
 
-class LocalSGD:
+class LocalSGD(Holder):
     """Call `after_step()` after each optimizer step; every `every` steps it averages the model.
 
         averaging = lockstep.LocalSGD(model, every=8)

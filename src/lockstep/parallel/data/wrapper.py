@@ -25,9 +25,10 @@ from lockstep.comm.hosts import flag_device
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.layout.region import local
+from lockstep.parallel.holding import Holder
 
 
-class GradientWrapper(nn.Module, ABC):
+class GradientWrapper(nn.Module, Holder, ABC):
     """Call it like the module; after `backward()` the gradients are the mean over the ranks.
 
     `manual`: they are only after `finish_gradient_synchronization()`, and the next forward fails without that call.

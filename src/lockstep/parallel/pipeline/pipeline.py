@@ -24,6 +24,7 @@ from lockstep.layout.group import GroupLike, group_of
 from lockstep.models.autocast import autocast_dtype
 from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 from lockstep.parallel.guards import mark_spread
+from lockstep.parallel.holding import Holder
 from lockstep.parallel.pipeline.messages import Post
 from lockstep.parallel.pipeline.passes import Passes
 from lockstep.parallel.pipeline.schedule import Instruction, pipeline_schedule, placement_of
@@ -34,7 +35,7 @@ Loss = Callable[..., Tensor]
 """(outputs, targets) -> the mean over the targets."""
 
 
-class Pipeline:
+class Pipeline(Holder):
     """One rank's part of a model that is spread over the ranks of a group, layer after layer.
 
         pipe = lockstep.Pipeline(model, schedule="1f1b", micro_batches=4)
@@ -66,7 +67,7 @@ class Pipeline:
         self.instructions, self.placement = lists[self.group.rank], placement_of(schedule, self.group.size, chunks)
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
-        self.stage = cut_stage(module, self.placement, self.group, cuts)
+        self.module = self.stage = cut_stage(module, self.placement, self.group, cuts)
         self._last_pass = next((i for i in reversed(self.instructions) if i.reduces), None)
         if self.group.size > 1:
             mark_spread(self.stage.parameters(), "Pipeline")

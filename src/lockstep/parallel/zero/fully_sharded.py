@@ -44,6 +44,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.models.blocks import ShardBy
 from lockstep.parallel.data.wrapper import when_backward_is_over
+from lockstep.parallel.gradient_norm import clip_grad_norm_
 from lockstep.parallel.zero.shard_unit import Placement, State
 from lockstep.parallel.zero.sharded_module import CPU, Block, Initialize, ShardedModule, fill_later
 
@@ -269,8 +270,6 @@ class FullyShardedDataParallel(ShardedModule):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """`lockstep.clip_grad_norm_(self, max_norm)`."""
-        from lockstep.parallel.gradient_norm import clip_grad_norm_  # it knows all wrappers
-
         return clip_grad_norm_(self, max_norm)
 
 

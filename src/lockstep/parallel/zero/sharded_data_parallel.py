@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import Pending, new_buffer, reduce_scatter_async
 from lockstep.comm.ledger import about
 from lockstep.errors import UserError
+from lockstep.layout.region import Held
 from lockstep.models.blocks import blocks_of
 from lockstep.parallel.data.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
 from lockstep.parallel.guards import mark_spread
@@ -244,6 +245,10 @@ class ShardedDataParallel(GradientWrapper):
         for bucket in self.buckets:
             bucket.hand_over(used[position : position + len(bucket.views)])
             position += len(bucket.views)
+
+    def trained(self) -> dict[str, Held]:
+        """This rank's pieces, in the optimizer."""
+        return self.optimizer.owned_of(self.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops the owner's parts, and a round that was begun and not closed."""

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm.collectives import broadcast
 from lockstep.errors import UserError
 from lockstep.layout.group import Group
-from lockstep.layout.region import Region
+from lockstep.layout.region import Held
 from lockstep.models.blocks import ShardBy, chosen_blocks
 from lockstep.parallel.data.wrapper import Flags, GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
 from lockstep.parallel.guards import mark_spread
@@ -316,17 +316,17 @@ class ShardedModule(GradientWrapper):
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Whole tensors by name, of which this rank takes its pieces; one at a time, where an iterator gives them."""
-        held = {name: (parameter, region) for name, parameter, region in self.held()}
+        held = self.held()
         tied = {name: names[0] for names in self._names().values() for name in names}
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         for name, whole in state.items() if isinstance(state, Mapping) else state:
             if name in buffers:
                 buffers[name].copy_(whole)
             elif name in tied:
-                parameter, region = held[tied[name]]
-                if tuple(whole.shape) != region.shape:
-                    raise UserError(f"{name} has shape {tuple(whole.shape)}, and the model's has {region.shape}")
-                parameter.view(-1).copy_(region.read(whole))
+                mine = held[tied[name]]
+                if tuple(whole.shape) != mine.region.shape:
+                    raise UserError(f"{name} has shape {tuple(whole.shape)}, and the model's has {mine.region.shape}")
+                mine.parameter.view(-1).copy_(mine.region.read(whole))
             else:
                 raise UserError(f"{name} is no parameter or buffer of the module")
 
@@ -339,12 +339,14 @@ class ShardedModule(GradientWrapper):
             f"(only_rank=0: the others get nothing), and load_full_state_dict() to load it"
         )
 
-    def held(self) -> Iterator[tuple[str, nn.Parameter, Region]]:
+    def held(self) -> dict[str, Held]:
         """Every parameter under its first name, and what this rank holds of it."""
         names = self._names()
-        for unit in self.units():
-            for index, parameter in enumerate(unit.parameters):
-                yield names[parameter][0], parameter, unit.region(index)
+        return {
+            names[parameter][0]: Held(parameter, unit.region(index))
+            for unit in self.units()
+            for index, parameter in enumerate(unit.parameters)
+        }
 
     def _names(self) -> dict[nn.Parameter, list[str]]:
         """Sharded or whole, a parameter is found under its names."""

@@ -28,6 +28,7 @@ from lockstep.comm.collectives import Pending, all_gather_into_async, all_gather
 from lockstep.comm.ledger import about, awaited_later
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.layout.region import Held, Region, region_of
 from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.parallel.data.law import FIRST_BUCKET_SHARE
 from lockstep.parallel.guards import WHOLE_TENSOR_OPTIMIZERS
@@ -97,6 +98,11 @@ class OwnedPiece:
     parameter: nn.Parameter
     piece: Piece
     shard: nn.Parameter
+
+    @property
+    def region(self) -> Region:
+        """What it is of the model's own tensor."""
+        return region_of(self.parameter).part(self.piece.inside.start, self.piece.inside.stop)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -213,6 +219,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in self.buckets
             for piece, shard in zip(bucket.pieces, bucket.shards, strict=True)
         ]
+
+    def owned_of(self, module: nn.Module) -> dict[str, Held]:
+        """What this rank steps of a module's parameters, by their names."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        return {names[o.parameter]: Held(o.shard, o.region) for o in self.owned() if o.parameter in names}
+
+    def refresh(self) -> None:
+        """Somebody has written to parameters: take their values over into this rank's pieces."""
+        for bucket in self.buckets:
+            bucket.refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part. Every rank saves its own; it loads at the same number of ranks only."""

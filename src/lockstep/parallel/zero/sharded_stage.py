@@ -13,13 +13,13 @@ after each, would send as much as the micro-batches are many. So, per step:
 it also holds the stage's unsharded parameters and gradients.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.layout.group import GroupLike, group_of
+from lockstep.layout.region import Held
 from lockstep.models.blocks import ShardBy
 from lockstep.parallel.zero.shard_unit import Placement, ShardUnit, State
 from lockstep.parallel.zero.sharded_module import CPU, Block, Initialize, ShardedModule
@@ -134,6 +134,11 @@ class ShardedStage(ShardedModule):
         unit, index = self._places[parameter]
         return unit.unreduced.get_or_zeros(index)
 
+    def held(self) -> dict[str, Held]:
+        """A tied parameter under its first name in the whole model."""
+        first: dict[str, str] = getattr(self.module, "first_names", {})
+        return {first.get(name, name): held for name, held in super().held().items()}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's; also drops a step that was begun and not finished."""
         self._round_is_open = self._forward_ran = False
@@ -142,9 +147,3 @@ class ShardedStage(ShardedModule):
         for unit in self.units():
             unit.forget_gradients()
         super().zero_grad(set_to_none)
-
-
-def stage_names(stage: nn.Module, held: Iterator[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """What a stage holds, a tied parameter under its first name in the whole model."""
-    first: dict[str, str] = getattr(stage, "first_names", {})
-    yield from ((first.get(name, name), parameter, region) for name, parameter, region in held)

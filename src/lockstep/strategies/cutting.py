@@ -1,0 +1,32 @@
+"""The axes that cut the model itself: stages, matrices, positions; by hand, or by PyTorch where the config says so."""
+
+import torch
+from torch import nn
+
+from lockstep.layout import Layout
+from lockstep.strategies.context import cut_positions
+from lockstep.strategies.native_context import attend_by_torch
+from lockstep.strategies.native_tensor import cut_by_dtensor
+from lockstep.strategies.options import Options
+from lockstep.strategies.pipeline import cut_into_stages
+from lockstep.strategies.step import Cut
+from lockstep.strategies.tensor import TensorPlan, cut_tensors
+
+
+def cut_model(
+    model: nn.Module, layout: Layout, options: Options, place: torch.device | None
+) -> tuple[nn.Module, Cut, bool]:
+    """(this rank's part of the model, how to run it, whether it is on `place` in the run's dtype already)."""
+    parallel, degrees = options.parallel, layout.degrees
+    plan = TensorPlan.of(model, degrees.tp, options.loss)
+    model = cut_into_stages(model, layout, parallel)
+    by_dtensor = "tp" in parallel.native and degrees.tp > 1
+    if by_dtensor:
+        model.to(place, options.dtype)  # a DTensor that moves loses its hooks
+        measure = cut_by_dtensor(model, plan, layout, parallel.sequence)
+    else:
+        measure = cut_tensors(model, plan, layout.group("tp"), parallel)
+    if "cp" in parallel.native and degrees.cp > 1:
+        return model, Cut(measure, attend_by_torch(model, layout)), by_dtensor
+    cut_positions(model, layout.group("cp"), parallel.attention)
+    return model, Cut(measure), by_dtensor
