@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from lockstep.doctor.running import look_at
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.launch.calls import Call, last_of_each
+from lockstep.launch.processes import process_namespace
 from lockstep.launch.situation import Situation, report, verdict
-from lockstep.launch.watch import key
+from lockstep.launch.watch import Watch, key
 from lockstep.layout.world import World
 from lockstep.training.attempt import Status, read_status, step_in_progress
 from tests.ranks import LONG
@@ -249,3 +252,59 @@ def test_a_run_whose_ranks_are_gone(tmp_path: Path) -> None:
     assert "rank 0: process 4194305 on" in said
     assert said.endswith("is gone")
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+
+
+# ---- many ranks ----------------------------------------------------------------------------------------------------
+
+
+class CountingStore:
+    """A store of one process, that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.requests, self._lock = 0, threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        with self._lock:
+            self.requests += 1
+            self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            self.requests += 1
+            return self.values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        with self._lock:
+            self.requests += len(keys)
+            return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            self.requests += 1
+            total = int(self.values.get(key, b"0")) + amount
+            self.values[key] = str(total).encode()
+            return total
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_a_hang_costs_the_store_requests_in_proportion_to_the_ranks(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but one answer; one of those reports it, and each of the others asks for one line."""
+    store = CountingStore()
+    monkeypatch.setattr(Watch, "_connect", lambda _: store)
+    for rank in range(ranks):
+        store.set(f"process/{rank}", f"host {os.getpid()} {process_namespace()}")
+    watches = [Watch(rank, ranks, 60.0) for rank in range(ranks - 1)]
+    for watch in watches:
+        watch.pace = 0.2 if ranks < 512 else 1.0  # as many threads as ranks, on two cores
+    store.requests = 0
+    with ThreadPoolExecutor(ranks) as pool:
+        said = [one for one in pool.map(lambda watch: watch.report_of("asked-1"), watches) if one is not None]
+    assert len(said) == 1
+    assert f"rank {ranks - 1}" in said[0]
+    assert store.requests < 30 * ranks

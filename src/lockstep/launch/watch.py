@@ -4,7 +4,8 @@ The ranks speak through torch's store, because the groups are what hangs:
 
 1. a rank finds a call of its own that has not ended within --timeout, or is asked (SIGQUIT), and writes `look`
 2. every rank's thread sees that, and writes what its rank is doing
-3. a moment later all read what is there; the lowest rank that has answered tells it
+3. the first that has answered is the reader: a moment later it reads what is there, and reports it; the others read one
+   line of it. So N ranks ask the store some N times, and not N x N times
 4. after a hang every rank ends; one that did not answer is ended by a neighbour
 
 Where the network is what is broken, the store does not answer either: then each rank tells what it knows, and ends. So
@@ -13,6 +14,7 @@ there are two threads: one looks at the rank's own calls and waits for nobody, t
 A thread needs the interpreter only for an instant each time: a main thread that waits in C++ does not keep it away.
 """
 
+import json
 import os
 import platform
 import signal
@@ -36,8 +38,10 @@ from lockstep.launch.restart import RESTARTS
 from lockstep.launch.situation import FINISHED, Situation, own_situation, report, state_of, verdict
 
 LOOK_EVERY = 0.2
-ANSWERS_WITHIN = 0.6
-"""Seconds that ranks have to say what they are doing: two looks, and some more."""
+RANKS_AT_THAT_PACE = 512
+"""That one store answers; more ranks look less often."""
+LOOKS_TO_ANSWER = 3
+"""Ranks have so many looks of time to say what they are doing."""
 LET_OTHERS_END = 0.4
 ALONE_AFTER = 1.6
 """Seconds after which a rank that hangs, and whose store has not answered, ends by itself."""
@@ -52,6 +56,9 @@ class Watch:
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
+        self.pace = LOOK_EVERY * max(1.0, size / RANKS_AT_THAT_PACE)
+        """Seconds between two looks into the store."""
+        self._reported: dict[str, str | None] = {}
         self._store = self._connect()
         self._seen = self._token()
         self._since: dict[tuple[str, tuple[int, ...], int, str, int], float] = {}
@@ -100,7 +107,7 @@ class Watch:
                 end_with(f"{alone}\n  the other ranks cannot be asked: {store_address()} does not answer")
 
     def _listen(self) -> None:
-        while not self._over.wait(LOOK_EVERY):
+        while not self._over.wait(self.pace):
             try:
                 hanging = self._hanging.is_set()
                 if hanging or self._asked.is_set():
@@ -126,49 +133,62 @@ class Watch:
         return token
 
     def _answer(self, token: str) -> None:
-        said = self.told(token)
+        said = self.report_of(token)
         if token.startswith("hang"):
             end_with(said)
         elif token.startswith("asked") and said is not None:  # else whoever asked reads it himself
             print(said, file=sys.stderr, flush=True)
 
-    # ---- what is told ----------------------------------------------------------------------------------------
+    # ---- what is reported --------------------------------------------------------------------------------------
 
-    def told(self, token: str) -> str | None:
-        """The report, if it is this rank's to tell it."""
+    def report_of(self, token: str) -> str | None:
+        """Of what all ranks are doing, if it is this rank's to report it. Asked again, it says the same again."""
         with self._telling:
+            if token in self._reported:
+                return self._reported[token]
             self._seen = token
             mine = own_situation(self.rank)
             if not token.startswith("hang"):  # ranks look at different moments: what has just begun will end
                 now = time.monotonic()
                 mine.calls = [c if now - self._since.get(key(c), now) > PASSING else c.ended() for c in mine.calls]
             self._store.set(f"{token}/{self.rank}", mine.to_json())
-            found, silent = answers(self._store, token, self.size, ANSWERS_WITHIN)
-            if token.startswith("hang"):
-                self._end_silent(silent, sorted(found))
-            if min(found) != self.rank:
-                return None
-            return report(found, states(self._store, silent))
+            is_reader = self._store.add(f"{token}/{ANSWERED}", 1) == 1
+            self._reported[token] = self._read(token) if is_reader or not self._wait_for_reader(token) else None
+            return self._reported[token]
 
-    def _end_silent(self, silent: "dict[int, Process]", answered: list[int]) -> None:
+    def _read(self, token: str) -> str:
+        """All answers, for all ranks: what they are doing, and who ends those that have not answered."""
+        found, silent = answers(self._store, token, self.size, LOOKS_TO_ANSWER * self.pace)
+        said = report(found, states(self._store, silent))
+        self._store.set(f"{token}/{SILENT}", json.dumps(neighbours_of(self._store, silent, sorted(found))))
+        self._end_silent(token)
+        return said
+
+    def _wait_for_reader(self, token: str) -> bool:
+        """Whether it has read all answers; else it has ended, and this rank must."""
+        deadline = time.monotonic() + 3 * LOOKS_TO_ANSWER * self.pace
+        while not self._store.check([f"{token}/{SILENT}"]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(self.pace / 2)
+        self._end_silent(token)
+        return True
+
+    def _end_silent(self, token: str) -> None:
         """A process that is stopped does not end when it is asked to, and whoever started it waits for it for half a
-        minute. The first rank of its machine that has answered sees to it, when all others have ended.
+        minute. A rank of its machine that has answered sees to it, when all others have ended.
         """
-        here = process_namespace()
-        if self.rank != next(rank for rank in answered if process_of(self._store, rank)[2] == here):
+        if not token.startswith("hang"):
             return
-        for host, pid, namespace in silent.values():
-            if (
-                (host, namespace) == (platform.node(), here)
-                and psutil.pid_exists(pid)
-                and psutil.Process(pid).ppid() == os.getppid()
-            ):
+        for pid in json.loads(self._store.get(f"{token}/{SILENT}")).get(str(self.rank), []):
+            if psutil.pid_exists(pid) and psutil.Process(pid).ppid() == os.getppid():
                 end_soon(pid)
 
     def explain_closed(self) -> str | None:
         """Why a peer has closed its connection, if it is because its work is done."""
+        peers = sorted({rank for call in last_calls() for rank in call.ranks})
         try:
-            finished = [rank for rank in range(self.size) if self._store.check([f"finished/{rank}"])]
+            finished = [rank for rank in peers if self._store.check([f"finished/{rank}"])]
         except (dist.DistError, RuntimeError):  # the store is gone too
             return None
         calls = [call for call in last_calls() if set(finished) & set(call.ranks)]
@@ -184,7 +204,7 @@ class Watch:
 
         def ask() -> None:
             with suppress(dist.DistError, RuntimeError):  # the store is gone too
-                said.append(self.told(self._begun("hang")))
+                said.append(self.report_of(self._begun("hang")))
 
         asking = threading.Thread(target=ask, daemon=True)  # a store that nobody reaches keeps one waiting
         asking.start()
@@ -218,14 +238,36 @@ def process_of(store: dist.Store, rank: int) -> Process:
     return host, int(pid), int(namespace)
 
 
+ANSWERED, SILENT = "answered", "silent"
+"""Keys beside the ranks' answers: how many there are; which rank ends which processes."""
+
+
 def answers(store: dist.Store, token: str, size: int, within: float) -> tuple[dict[int, Situation], dict[int, Process]]:
     """What ranks have said, and the machines and processes of those that have said nothing."""
-    everyone = [f"{token}/{rank}" for rank in range(size)]
+    everyone = {rank: f"{token}/{rank}" for rank in range(size)}
     deadline = time.monotonic() + within
-    while time.monotonic() < deadline and not store.check(everyone):
+    while time.monotonic() < deadline and store.add(f"{token}/{ANSWERED}", 0) < size:
         time.sleep(0.02)
-    found = {r: Situation.from_json(store.get(at).decode()) for r, at in enumerate(everyone) if store.check([at])}
+    if store.add(f"{token}/{ANSWERED}", 0) < size:
+        everyone = {rank: at for rank, at in everyone.items() if store.check([at])}
+    said = store.multi_get(list(everyone.values()))
+    found = {rank: Situation.from_json(text.decode()) for rank, text in zip(everyone, said, strict=True)}
     return found, {rank: process_of(store, rank) for rank in range(size) if rank not in found}
+
+
+def neighbours_of(store: dist.Store, silent: dict[int, Process], answered: list[int]) -> dict[int, list[int]]:
+    """Of each machine with ranks that are silent, the first rank that has answered, and their processes."""
+    if not silent:
+        return {}
+    first: dict[tuple[str, int], int] = {}
+    for rank in answered:
+        host, _, namespace = process_of(store, rank)
+        first.setdefault((host, namespace), rank)
+    found: dict[int, list[int]] = {}
+    for host, pid, namespace in silent.values():
+        if (host, namespace) in first:
+            found.setdefault(first[host, namespace], []).append(pid)
+    return found
 
 
 def states(store: dist.Store, silent: dict[int, Process]) -> dict[int, str]:
