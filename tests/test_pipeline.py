@@ -13,9 +13,12 @@ from lockstep import Pipeline, UserError
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import GPT
 from lockstep.data import DataSpec
+from lockstep.layout.group import Group
 from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.parallel.pipeline.balance import even_cuts
+from lockstep.parallel.pipeline.messages import Post
+from lockstep.parallel.pipeline.schedule import pipeline_schedule, placement_of
 from tests.ranks import on_ranks, refused
 
 SCHEDULES = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
@@ -207,3 +210,17 @@ def test_every_chunk_is_recomputed() -> None:
     for counts in on_ranks(count_forwards, 2):
         assert len(counts) == 4
         assert set(counts.values()) == {8}, "forward, and once more in backward, of four micro-batches"
+
+
+def test_a_step_that_fails_teaches_nothing() -> None:
+    """What messages are is known from a step that has ended: the next one else would not send what the other awaits."""
+    schedule, placement = pipeline_schedule("1f1b", 2, 2, 1), placement_of("1f1b", 2, 1)
+    post = Post(schedule, placement, Group("pp", 0, 2), torch.device("cpu"), (Group("pp", 0, 2), Group("pp", 0, 2)))
+    for inbox in post._inboxes.values():
+        inbox._ahead = False  # there is nobody to receive from
+    post.begin("a shape")
+    post.begin("a shape")  # the step before has failed
+    assert post._learning is not None
+    post.end()
+    post.begin("a shape")
+    assert post._learning is None

@@ -158,15 +158,14 @@ class Post:
         self._to = {message: to for to, message in sent_by(group.rank, schedule, placement)}
         self._learnt: dict[object, dict[Message, Kinds]] = {}
         self._learning: dict[Message, Kinds] | None = None
+        self._shape: object = None
         self._gone: list[tuple[list[Tensor], list[Pending]]] = []
 
     def begin(self, shape: object) -> None:
         """A new step, of a batch of this shape: all ranks have the same."""
         known = self._learnt.get(shape)
-        if known is None and len(self._learnt) == MOST_SHAPES:  # all ranks forget the same one
-            del self._learnt[next(iter(self._learnt))]
-        self._known = known or {}
-        self._learning = None if known is not None else self._learnt.setdefault(shape, {})
+        self._known, self._shape = known or {}, shape
+        self._learning = None if known is not None else {}
         for inbox in self._inboxes.values():
             inbox.begin(known)
 
@@ -206,11 +205,15 @@ class Post:
             )
 
     def end(self) -> None:
-        """Until everything has gone."""
+        """Until everything has gone. Only now is it known what messages are: a step that fails teaches nothing."""
         for _, pending in self._gone:
             for one in pending:
                 one.wait()
         self._gone = []
+        if self._learning is not None:
+            if len(self._learnt) == MOST_SHAPES:  # all ranks forget the same one
+                del self._learnt[next(iter(self._learnt))]
+            self._learnt[self._shape], self._learning = self._learning, None
 
 
 def check_sendable(tensors: list[Any], what: str) -> None:
