@@ -175,8 +175,7 @@ def print_costs(verdicts: list[Verdict]) -> None:
         (
             "ranks",
             *("calls\ndata", "calls\ntp", "calls\ncp", "calls\npp"),
-            *("issued\nearly", "kB gathered\nat once", "kB of state\nafter a step"),
-            *("micro-batches\nheld", "idle of\na stage"),
+            *("issued\nearly", "gathered\nkB", "state\nkB", "micro-\nbatches", "idle"),
         ),
     )
     for v in verdicts:
@@ -192,6 +191,8 @@ def print_costs(verdicts: list[Verdict]) -> None:
         )
     screen.print(table)
     screen.print(
-        "calls: exactly; issued early: reductions of gradients before the last backward had ended, at least half of "
-        "all;\nheld, idle: at most (a forward takes 1, a backward 2). -: no law; empty: not counted for this strategy."
+        "calls: exactly. Issued early: reductions of gradients before the last backward ends, at least half of all.\n"
+        "At most: gathered, parameters of other ranks at once; state, parameters, gradients and moments after a step;\n"
+        "micro-batches that a stage holds at once; idle, of a stage, where a forward takes 1 and a backward 2.\n"
+        "-: there is no law. Empty: not counted for this strategy."
     )

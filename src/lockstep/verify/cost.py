@@ -44,7 +44,8 @@ class Cost:
 
     def weigh_state(self, strategy: ParallelModel, shapes: list[Shape], itemsize: int) -> list[str]:
         """Laws that are broken. `shapes`: of the parameters of this stage, as the axes of the model have cut them."""
-        n, divides = strategy.layout.gradient.size, type(strategy.engine).facts(strategy.parallel).divides
+        layout, divides = strategy.layout, type(strategy.engine).facts(strategy.parallel).divides
+        n = layout.gradient.size // layout.degrees.replicate  # that hold one copy together
         parts = [most_held(shapes, itemsize, n if divided else 1) for divided in divides]
         law = parts[0] + parts[1] + ADAM * parts[2]
         counted = sum(held_parts(strategy))

@@ -164,6 +164,8 @@ class Proofs:
         """`scenarios`: instead of those that the request and a strategy call for; nothing else is checked then."""
         self.world, self.request, self.scenarios, self.table = world, request, scenarios, table
         self._references: dict[tuple[str, str], Reference] = {}
+        self._sizes: dict[tuple[object, ...], ModelSizes] = {}
+        """Of models that have been cut alike."""
         self._samples_are_known = False
         self._one_host = len(set(all_gather_objects(socket.gethostname()))) == 1
         """Ranks share a disk."""
@@ -286,11 +288,13 @@ class Proofs:
 
     def _check_state(self, strategy: ParallelModel, scenario: Scenario, cost: Cost) -> list[str]:
         """What a rank holds between steps, by the shapes that the axes of the model leave it."""
-        with torch.device("meta"):
-            model = scenario.build(seed=0).to(strategy.options.dtype)
-        stage, _ = cut_on_meta(model, strategy.layout, strategy.parallel, strategy.options.loss)
-        sizes = ModelSizes.of(stage)
-        return cost.weigh_state(strategy, sizes.shapes, sizes.itemsize)
+        parallel = strategy.parallel
+        key = (repr(scenario), parallel.tp, parallel.cp, parallel.pp, placement_for(parallel).chunks)
+        if key not in self._sizes:
+            with torch.device("meta"):
+                model = scenario.build(seed=0).to(strategy.options.dtype)
+            self._sizes[key] = ModelSizes.of(cut_on_meta(model, strategy.layout, parallel, strategy.options.loss)[0])
+        return cost.weigh_state(strategy, self._sizes[key].shapes, self._sizes[key].itemsize)
 
     def _reference(self, scenario: Scenario, parallel: Parallel) -> Reference:
         """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where
