@@ -5,18 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lockstep.bench.parts import part_of
-from lockstep.config import GPT, MLP, Config, Data, Parallel, Train
+from lockstep.config import CNN, GPT, MLP, Config, Data, Lora, Model, Parallel, ResNet, Train
 from lockstep.data import DataSpec, read_share
 from lockstep.layout.world import World
 from lockstep.measure.memory import measure_memory
 from lockstep.models import build_model
-from lockstep.models.deferred import Deferred, seeded
 from lockstep.models.gpt import Rotation
+from lockstep.models.initial import Deferred
 from lockstep.strategies import strategy_named
-from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.prepare import deferred_model, load_data, prepare_strategy, prepared_model
 from tests.ranks import on_ranks
 
 CONFIG = Config(
@@ -35,7 +34,7 @@ def test_a_deferred_model_has_the_very_weights_of_one_that_is_built_at_once(tied
     spec = DataSpec("tokens", (8,), 19)
     whole = build_model(config.model, spec, seed=5)
     before = torch.get_rng_state()
-    module, tensors = Deferred(lambda: build_model(config.model, spec, seed=5)).on_meta()
+    module, tensors = Deferred(lambda: build_model(config.model, spec), seed=5).on_meta()
     assert all(p.device.type == "meta" for p in module.parameters())
     found = {}
     for name, tensor in tensors:
@@ -44,30 +43,39 @@ def test_a_deferred_model_has_the_very_weights_of_one_that_is_built_at_once(tied
     torch.set_rng_state(before)
     assert found.keys() == dict(whole.named_parameters()).keys()
     assert all(torch.equal(found[name], p) for name, p in whole.named_parameters())
+    assert (whole.head.weight is whole.token_embedding.weight) == tied
 
 
-def test_a_deferred_model_may_do_more_than_fill_its_weights() -> None:
-    """Buffers, views, tensors computed from others, orthogonal starts, and parts that it puts on the meta device
-    itself."""
+@pytest.mark.parametrize(
+    "model", [GPT(d_model=24, layers=2, heads=2, context=8), MLP(layers=3, width=8), CNN(), ResNet()]
+)
+def test_initial_weights_are_those_of_the_constructor_in_kind_and_of_each_module_by_itself(model: Model) -> None:
+    spec = DataSpec("tokens", (8,), 19) if isinstance(model, GPT) else DataSpec("images", (3, 8, 8), 10)
+    torch.manual_seed(0)
+    constructed = dict(build_model(model, spec).named_parameters())
+    deeper = replace(model, depth=34) if isinstance(model, ResNet) else model
+    ours, others = (dict(build_model(model, spec, seed=5).named_parameters()) for model in (model, deeper))
+    assert ours.keys() == constructed.keys()
+    for name, parameter in ours.items():
+        std, wanted = (float(p.detach().std(correction=0)) for p in (parameter, constructed[name]))
+        few = 1 if parameter.numel() < 100 else 0.25
+        assert abs(std - wanted) <= few * wanted, name
+        if name in others and others[name].shape == parameter.shape:
+            assert torch.equal(others[name], parameter), f"{name} depends on what was built before it"
+    drawn = [p for p in ours.values() if p.numel() > 1 and float(p.std()) > 0]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i] if a.shape == b.shape)
 
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-            nn.init.orthogonal_(self.linear.weight)
-            self.table = nn.Embedding(5, 6, padding_idx=2)
-            self.register_buffer("ramp", torch.arange(4.0).outer(torch.ones(3)) + 1)
-            self.scaled = nn.Parameter(self.linear.weight.detach().t().clone() * 2)
-            nn.Linear(100, 100, device="meta")  # draws no numbers: it has no memory
 
-    def build() -> nn.Module:
-        with seeded(3):
-            return Odd()
-
-    whole = build()
-    _, tensors = Deferred(build).on_meta()
-    found = {name: tensor.clone() for name, tensor in tensors}
-    assert all(torch.equal(found[name], t) for name, t in [*whole.named_parameters(), *whole.named_buffers()])
+def test_adapters_begin_alike_in_one_piece_and_deferred() -> None:
+    lora = replace(CONFIG, lora=Lora(rank=2, frozen_dtype="bf16"))
+    spec = DataSpec("tokens", (16,), 64)
+    whole = dict(prepared_model(lora, spec).named_parameters())
+    deferred = dict(deferred_model(lora, spec).whole().named_parameters())
+    assert whole.keys() == deferred.keys()
+    assert all(torch.equal(whole[name], p) and whole[name].dtype == p.dtype for name, p in deferred.items())
+    assert all(whole[name].requires_grad == p.requires_grad for name, p in deferred.items())
+    plain = dict(build_model(CONFIG.model, spec, seed=0).named_parameters())
+    assert all(torch.equal(whole[name], p.to(whole[name].dtype)) for name, p in plain.items())
 
 
 def peak_share(world: World, name: str) -> float:

@@ -14,7 +14,7 @@ from lockstep.data import Batch
 from lockstep.errors import UserError
 from lockstep.layout.region import local
 from lockstep.layout.world import World
-from lockstep.models.deferred import seeded
+from lockstep.models.initial import seeded
 from lockstep.parallel.data.law import bucket_sizes, thin_elements
 from lockstep.strategies import Engine, available_strategies
 from lockstep.strategies.data_parallel import HandWritten

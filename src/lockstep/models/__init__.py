@@ -10,10 +10,10 @@ from lockstep.config.gpt import gpt_shape
 from lockstep.data.dataset import DataSpec
 from lockstep.errors import UserError
 from lockstep.models.cnn import CNN
-from lockstep.models.deferred import seeded
 from lockstep.models.flops import forward_flops, training_flops
 from lockstep.models.gpt import GPT
 from lockstep.models.hf import build_hf, vocabulary_of
+from lockstep.models.initial import Deferred, seeded
 from lockstep.models.mlp import MLP
 from lockstep.models.own import check_outputs, own_model
 from lockstep.models.resnet import ResNet
@@ -23,6 +23,8 @@ def build_model(config: schema.Model, spec: DataSpec, seed: int | None = None) -
     """The network that `config` names, for data that looks like `spec`; the same weights for the same seed."""
     if seed is None:
         return _build(config, spec)
+    if not is_users(config):
+        return Deferred(lambda: _build(config, spec), seed).whole()
     with seeded(seed):
         return _build(config, spec)
 
@@ -63,9 +65,9 @@ def _build(config: schema.Model, spec: DataSpec) -> nn.Module:
             return own_model(config)
 
 
-def is_others(config: schema.Model) -> bool:
-    """A model whose constructor is not ours: it may do what cannot be noted and played back (`deferred.py`), so every
-    rank builds it whole, and takes the first rank's weights.
+def is_users(config: schema.Model) -> bool:
+    """A model whose constructor is not ours: its weights may depend on each other (`initial.py`), so every rank builds
+    it whole, and takes the first rank's weights.
     """
     return isinstance(config, schema.HF | schema.Own)
 
@@ -80,7 +82,7 @@ __all__ = [
     "check_outputs",
     "forward_flops",
     "gpt_shape",
-    "is_others",
+    "is_users",
     "own_model",
     "parameter_count",
     "training_flops",

@@ -27,17 +27,17 @@ class LoRALinear(nn.Linear):
         self.rank, self.scale, self.frozen_dtype = rank, alpha / rank, frozen_dtype
         self.lora_a = nn.Parameter(plain.weight.new_empty(rank, plain.in_features))
         self.lora_b = nn.Parameter(plain.weight.new_empty(plain.out_features, rank))
-        self._reset_adapter()
+        self.reset_adapter()
         self._cast_frozen()
 
-    def _reset_adapter(self) -> None:
+    def reset_adapter(self) -> None:
         nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
         nn.init.zeros_(self.lora_b)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if hasattr(self, "lora_a"):  # not yet, when the plain layer's own constructor calls this
-            self._reset_adapter()
+            self.reset_adapter()
 
     def _cast_frozen(self) -> None:
         for parameter in (self.weight, self.bias) if self.frozen_dtype is not None else ():
@@ -66,8 +66,8 @@ class LoRALinear(nn.Linear):
 
 
 def keep_fusion(before: nn.Linear, after: nn.Linear) -> None:
-    """A layer that is several in one (q, k and v) stays so."""
-    for name in ("parts", "heads"):
+    """A layer that is several in one (q, k and v) stays so, and begins as it did."""
+    for name in ("parts", "heads", "initial_std"):
         if hasattr(before, name):
             setattr(after, name, getattr(before, name))
 

@@ -12,11 +12,15 @@ class MLP(nn.Module):
         super().__init__()
         widths = [inputs] + [width] * (layers - 1) + [outputs]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.kaiming_normal_(parameter, nonlinearity="relu")  # keeps the signal alive through 16 layers
-            else:
-                nn.init.zeros_(parameter)
+        for layer in self.layers:
+            self.initialize(layer)
+
+    @staticmethod
+    def initialize(module: nn.Module) -> None:
+        """Fill one module's own parameters."""
+        if isinstance(module, nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")  # keeps the signal alive through 16 layers
+            nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)  # (batch, features)

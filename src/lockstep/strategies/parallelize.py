@@ -17,7 +17,7 @@ from lockstep.config import Parallel
 from lockstep.layout import Group, Layout, World
 from lockstep.models import parameter_count
 from lockstep.models.blocks import blocks_of
-from lockstep.models.deferred import Deferred
+from lockstep.models.initial import Deferred
 from lockstep.models.recompute import recompute
 from lockstep.parallel.data.wrapper import check_same_model, models_are_equal
 from lockstep.parallel.pipeline.stage import Stage
@@ -48,7 +48,7 @@ def parallelize(
         if engine.fills_parts:
             model, tensors = model.on_meta()
         else:
-            model = model.build()
+            model = model.whole()
     if tensors is None:
         check_same_model(model, layout.norm)
         take_weights_of_first_rank(model, layout)

@@ -4,7 +4,6 @@ import copy
 import warnings
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +19,8 @@ from lockstep.errors import UserError
 from lockstep.launch.calls import PATIENT
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config
-from lockstep.models import build_model, check_outputs, is_others, training_flops
-from lockstep.models.deferred import Deferred, seeded
+from lockstep.models import build_model, check_outputs, is_users, training_flops
+from lockstep.models.initial import Deferred, fill_adapters
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
 from lockstep.strategies import Options, ParallelModel, make_layout, parallelize
@@ -96,12 +95,20 @@ def prepared_model(config: Config, spec: DataSpec, plain: nn.Module | None = Non
     model = build_model(config.model, spec, config.train.seed) if plain is None else copy.deepcopy(plain)
     if config.train.weights is not None:
         load_weights(model, Path(config.train.weights))
+    return fill_adapters(with_adapters(model, config), config.train.seed)
+
+
+def with_adapters(model: nn.Module, config: Config) -> nn.Module:
     lora = config.lora
     if lora.rank > 0:
         frozen_dtype = torch.bfloat16 if lora.frozen_dtype == "bf16" else None
-        with seeded(config.train.seed + 1):
-            add_lora(model, lora.rank, lora.alpha, lora.targets, frozen_dtype)
+        add_lora(model, lora.rank, lora.alpha, lora.targets, frozen_dtype)
     return model
+
+
+def deferred_model(config: Config, spec: DataSpec) -> Deferred:
+    """The same as `prepared_model`, to be made one module at a time."""
+    return Deferred(lambda: with_adapters(build_model(config.model, spec), config), config.train.seed)
 
 
 def load_weights(model: nn.Module, file: Path) -> None:
@@ -148,10 +155,9 @@ def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.M
         check_outputs(config.model, dataset.spec, config.train.loss)
     # A CPU without units for bf16 computes all the same; torch tells of it with pages of its own frames.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    build = partial(prepared_model, config, dataset.spec, plain)
-    given_whole = plain is not None or config.train.weights is not None or is_others(config.model)
-    layout = make_layout(world, config.parallel)
-    strategy = parallelize(build() if given_whole else Deferred(build), layout, options_for(config, dataset))
+    is_whole = plain is not None or config.train.weights is not None or is_users(config.model)
+    model = prepared_model(config, dataset.spec, plain) if is_whole else deferred_model(config, dataset.spec)
+    strategy = parallelize(model, make_layout(world, config.parallel), options_for(config, dataset))
     with torch.device("meta"):
         strategy.flops_per_sample = training_flops(build_model(config.model, dataset.spec), dataset.spec)
     return strategy

@@ -7,7 +7,6 @@ so in some scenarios weights are read at every third step only, and communicatio
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf, isclose
 
 from torch import Tensor
@@ -18,8 +17,6 @@ from lockstep.config import Parallel
 from lockstep.data import Samples
 from lockstep.layout import Held, Region
 from lockstep.layout.region import uncovered
-from lockstep.models import is_others
-from lockstep.models.deferred import Deferred
 from lockstep.models.loss import loss_for
 from lockstep.strategies import STRATEGIES, Options, ParallelModel, StepResult, make_layout, parallelize
 from lockstep.strategies.table import Table
@@ -88,9 +85,7 @@ def spread(reference: Reference, parallel: Parallel, table: Table = STRATEGIES) 
         recompute=scenario.recompute,
         keep_gradients=True,
     )
-    build = partial(scenario.build, seed=world.rank)
-    model = build() if is_others(scenario.model) else Deferred(build)
-    return parallelize(model, make_layout(world, parallel, table), options, table)
+    return parallelize(scenario.unbuilt(world.rank), make_layout(world, parallel, table), options, table)
 
 
 def compare(

@@ -8,9 +8,9 @@ from torch import nn
 from lockstep.config import CNN, GPT, HF, Config, Model, Own, ResNet, Train
 from lockstep.data import IGNORED, READS, Batch, DataSet, DataSpec, Streamed, build_data, called_with, tensors_in
 from lockstep.errors import UserError
-from lockstep.models import build_model, check_outputs, own_model
-from lockstep.models.deferred import seeded
+from lockstep.models import build_model, check_outputs, is_users, own_model
 from lockstep.models.hf import vocabulary_of
+from lockstep.models.initial import Deferred, fill_adapters, seeded
 from lockstep.models.lora import add_lora
 from lockstep.models.recompute import Recompute
 from lockstep.verify.tangle import Tangle, mark_rows
@@ -66,15 +66,23 @@ class Scenario:
 
     def build(self, seed: int) -> nn.Module:
         """The model, with its adapters."""
+        model = self.unbuilt(seed)
+        return model.whole() if isinstance(model, Deferred) else model
+
+    def unbuilt(self, seed: int) -> nn.Module | Deferred:
+        """The same as a strategy gets it: one of ours is made by the ranks that hold it."""
         if self.tangled:
             with seeded(seed):
                 return Tangle()
-        model = build_model(self.model, self.spec, seed)
+        if not is_users(self.model):
+            return Deferred(lambda: self._adapted(build_model(self.model, self.spec)), seed)
+        return fill_adapters(self._adapted(build_model(self.model, self.spec, seed)), seed)
+
+    def _adapted(self, model: nn.Module) -> nn.Module:
         if self.config is not None:
             switch_off_dropout(model)
         if self.lora_rank:
-            with seeded(seed):
-                add_lora(model, self.lora_rank, alpha=8.0, targets=("qkv", "down"))
+            add_lora(model, self.lora_rank, alpha=8.0, targets=("qkv", "down"))
         return model
 
     def train(self, optimizer: str) -> Train:

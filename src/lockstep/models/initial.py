@@ -1,0 +1,146 @@
+"""Initial weights by name: the numbers of a module come from the seed and the module's name, and from nothing else.
+
+Built in one go, the weights of a module depend on every module that was built before it. By name they do not: the
+model is built on PyTorch's meta device, where its tensors have shapes and no memory, and then any module's weights can
+be made without the others. So a model that no rank could hold is made one module at a time (`Deferred`), and a change
+in one layer leaves the others' initial weights as they are.
+
+    model.initialize(module)     if a model has it: fill this module's own parameters; else its `reset_parameters`
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.lora import LoRALinear
+
+Initialize = Callable[[nn.Module], None]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of this seed inside; outside they go on as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Of one module: the same on every machine."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits
+
+
+@dataclass
+class Deferred:
+    """A model that is not built yet: `build` makes it, of our own modules, on the default device."""
+
+    build: Callable[[], nn.Module]
+    seed: int
+
+    def on_meta(self) -> tuple[nn.Module, Iterator[tuple[str, Tensor]]]:
+        """The model on the meta device, and (name, whole tensor) of each of its parameters and buffers, on the CPU."""
+        with torch.device("meta"):
+            model = self.build()
+        return model, initial_tensors(model, self.seed)
+
+    def whole(self) -> nn.Module:
+        """The model on the CPU."""
+        model, tensors = self.on_meta()
+        fill_in(model, tensors)
+        return model
+
+
+def initial_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each parameter and buffer of a model on the meta device, made module by module. What is shared
+    is the first module's. The model may be sharded meanwhile: its modules are copied, without memory, at once.
+    """
+    initialize: Initialize = getattr(model, "initialize", reset)
+    names = {tensor: name for name, tensor in reversed([*model.named_parameters(), *model.named_buffers()])}
+    shells = [(name, shell_of(module), _direct(module)) for name, module in model.named_modules() if _direct(module)]
+
+    def make() -> Iterator[tuple[str, Tensor]]:
+        for name, shell, tensors in shells:
+            mine = {key: names[tensor] for key, tensor in tensors.items() if names[tensor] == _join(name, key)}
+            if not mine:  # all of it is shared with modules before
+                continue
+            for key, tensor in tensors.items():
+                dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+                _assign(shell, key, torch.empty(tensor.shape, dtype=dtype))
+            fill(shell, initialize, seed, name)
+            for key, full_name in mine.items():
+                yield full_name, getattr(shell, key).detach().to(tensors[key].dtype)
+            for key in tensors:
+                _assign(shell, key, torch.empty(0))
+
+    return make()
+
+
+@torch.no_grad()
+def fill(module: nn.Module, initialize: Initialize, seed: int, name: str) -> None:
+    """A module's own parameters and buffers; an adapter's numbers are not those of the layer under it."""
+    with seeded(seed_of(seed, name)):
+        initialize(module)
+    if isinstance(module, LoRALinear):
+        with seeded(seed_of(seed, f"{name}.lora")):
+            module.reset_adapter()
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, seed: int) -> nn.Module:
+    """Of a model that has its weights."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            with seeded(seed_of(seed, f"{name}.lora")):
+                module.reset_adapter()
+    return model
+
+
+def reset(module: nn.Module) -> None:
+    """As PyTorch's layers fill themselves."""
+    reset_parameters: Callable[[], None] = module.reset_parameters  # type: ignore[assignment]
+    reset_parameters()
+
+
+def fill_in(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Give a model on the meta device its tensors; what is shared stays shared."""
+    real: dict[Tensor, Tensor] = {}
+    here = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in tensors:
+        before = here[name]
+        is_parameter = isinstance(before, nn.Parameter)
+        real[before] = nn.Parameter(tensor, before.requires_grad) if is_parameter else tensor
+    for module in model.modules():
+        for key, before in _direct(module).items():
+            _assign(module, key, real[before])
+
+
+def shell_of(module: nn.Module) -> nn.Module:
+    """The module without its children, hooks and memory: something to fill."""
+    shell = copy.copy(module)
+    shell.__dict__.update(_modules={}, _forward_hooks={}, _forward_pre_hooks={})
+    shell._parameters = dict.fromkeys(module._parameters)
+    shell._buffers = dict.fromkeys(module._buffers)
+    return shell
+
+
+def _direct(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters and buffers, without its children's."""
+    return {key: t for key, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
+
+
+def _assign(module: nn.Module, key: str, tensor: Tensor) -> None:
+    if key in module._buffers:
+        module._buffers[key] = tensor
+    else:
+        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, tensor.is_floating_point())
+        module._parameters[key] = parameter
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
