@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lockstep
+from lockstep.inference.generate import generate
 from lockstep.models.gpt import GPT, Shape
-from lockstep.training.generate import generate
 
 
 def text(most: int = 2_000_000) -> Tensor:

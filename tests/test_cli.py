@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lockstep.bar import Bar
 from lockstep.cli import COMMANDS, main
-from lockstep.cli.arguments import check_model
+from lockstep.cli.checks import check_model
 from lockstep.cli.flags import DEEPSPEED, KNOWN, refuse_unknown, sections
 from lockstep.cli.others import OTHERS
 from lockstep.config import Config, Own, Parallel, load_config

@@ -12,8 +12,8 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.config import Config, Metrics
-from lockstep.config.cluster import HOWS, Job, Place, script
 from lockstep.launch.adopt import port_of
+from lockstep.launch.cluster import HOWS, Job, Place, script
 from lockstep.results.metrics import read_metrics
 from lockstep.training.metrics import MetricsWriter
 from lockstep.training.sinks import Prometheus

@@ -10,10 +10,10 @@ from lockstep import tensor_parallel
 from lockstep.cli import main
 from lockstep.config import GPT, Config, Data, Train
 from lockstep.data import DataSpec
+from lockstep.inference.deepspeed import through_deepspeed
+from lockstep.inference.generate import generate, generate_batch
 from lockstep.layout.world import World
 from lockstep.models import build_model
-from lockstep.strategies.deepspeed_inference import through_deepspeed
-from lockstep.training.generate import generate, generate_batch
 from lockstep.training.loop import train
 from tests.ranks import on_ranks
 

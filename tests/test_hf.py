@@ -14,10 +14,10 @@ from torch import nn
 from lockstep.cli import main
 from lockstep.config import GPT, HF, Config, Data, Train, load_config
 from lockstep.errors import UserError
+from lockstep.inference.export import export_hf, import_hf, load_model
 from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.models.hf import build_hf
-from lockstep.training.export import export_hf, import_hf, load_model
 from lockstep.training.loop import train
 from lockstep.verify import Request, verify
 from tests.ranks import on_ranks

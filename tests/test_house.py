@@ -7,13 +7,13 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = (
-    ("errors", "words", "intervals", "bar", "strange", "uncompiled", "leaving"),
+    ("errors", "words", "intervals", "bar", "strange", "uncompiled", "leaving", "lazy"),
     ("layout", "launch", "config", "results"),
     ("comm", "models", "data"),
     ("parallel",),
     ("strategies",),
     ("checkpoint", "measure"),
-    ("training",),
+    ("training", "inference"),
     ("demo", "verify", "bench", "profile", "schedule", "plan", "doctor", "chaos", "report", "learn"),
     ("cli",),
 )

@@ -15,11 +15,11 @@ import pytest
 
 from lockstep.config import Checkpoint
 from lockstep.errors import RankError, UserError
+from lockstep.inference.export import load_model
 from lockstep.launch import restart
 from lockstep.launch.leftovers import MEMORY
 from lockstep.results.metrics import METRICS
 from lockstep.training.attempt import read_status, step_in_progress
-from lockstep.training.export import load_model
 from lockstep.training.metrics import SET_ASIDE, set_aside
 from lockstep.training.saving import Best, Saving
 from tests.ranks import LONG

@@ -13,16 +13,16 @@ from lockstep.config import GPT, Config, Data, Parallel, Train, load_config
 from lockstep.config.shipped import FOLDER
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
+from lockstep.inference.deepspeed import through_deepspeed
+from lockstep.inference.export import export_weights, load_model
+from lockstep.inference.generate import generate
 from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.models.lora import add_lora, merge_lora
 from lockstep.models.loss import loss_for
 from lockstep.models.recompute import recompute
 from lockstep.strategies import Options, available_strategies
-from lockstep.strategies.deepspeed_inference import through_deepspeed
 from lockstep.strategies.deepspeed_settings import deepspeed_settings, zero_settings
-from lockstep.training.export import export_weights, load_model
-from lockstep.training.generate import generate
 from lockstep.training.loop import train
 from lockstep.verify import Request, Verdict, verify
 from tests.ranks import LONG, on_ranks

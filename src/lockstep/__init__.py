@@ -1,11 +1,11 @@
 """Lockstep: whatever the strategy, the ranks together train exactly as one process would."""
 
 import atexit
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.comm.register import register_shm
 from lockstep.errors import UserError
+from lockstep.lazy import lazily
 from lockstep.leaving import leave
 
 if TYPE_CHECKING:
@@ -84,8 +84,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> Any:
-    """Import torch when it is first needed, so that `lockstep --help` answers at once."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+__getattr__ = lazily(__name__, _HOMES)
+"""`lockstep --help` answers without torch."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.chaos.command import LIMIT, Command, until
-from lockstep.config.cluster import JOINABLE
+from lockstep.launch.cluster import JOINABLE
 from lockstep.launch.link import Node, check_possible, connect, environment_of, parse_link, torchrun_of
 from lockstep.training.attempt import step_in_progress
 

@@ -21,9 +21,9 @@ from lockstep.chaos.faults import Fault
 from lockstep.chaos.inside import INJECTED
 from lockstep.checkpoint.checkpoints import CHECKPOINTS
 from lockstep.errors import UserError
+from lockstep.inference.export import load_model
 from lockstep.results.metrics import read_metrics
 from lockstep.training.attempt import read_status, step_in_progress
-from lockstep.training.export import load_model
 
 
 @dataclass

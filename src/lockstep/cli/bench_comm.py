@@ -13,7 +13,8 @@ from lockstep.bar import Bar
 from lockstep.bench.comm import Row, bench_comm
 from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.trial import BY_HAND, COLLECTIVES, DTYPES, OPS, Sweep
-from lockstep.cli.arguments import LinkFlag, over_link
+from lockstep.cli.arguments import LinkFlag
+from lockstep.cli.checks import over_link
 from lockstep.cli.comm_tables import Result, as_record, figures, show_fit, show_pairs, show_reading, show_rows
 from lockstep.cli.flags import config_from
 from lockstep.cli.parsing import check_outputs, parse

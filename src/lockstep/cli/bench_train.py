@@ -12,7 +12,8 @@ from lockstep.bar import Bar
 from lockstep.bench.network import predicted_shares
 from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
 from lockstep.bench.train import Case, Peaks, bench_cases, one_process
-from lockstep.cli.arguments import LinkFlag, RunArguments, check_before_ranks, check_link, over_link
+from lockstep.cli.arguments import LinkFlag, RunArguments
+from lockstep.cli.checks import check_before_ranks, check_link, over_link
 from lockstep.cli.flags import config_from, flag_value, sections, without_flag
 from lockstep.cli.parsing import check_outputs, parse
 from lockstep.cli.tables import console, keep, write_rows

@@ -8,7 +8,7 @@ from lockstep.checkpoint.checkpoints import CHECKPOINTS
 from lockstep.cli.arguments import ReadsRun
 from lockstep.cli.parsing import check_output, parse
 from lockstep.errors import UserError
-from lockstep.training.export import export_hf, export_weights
+from lockstep.inference.export import export_hf, export_weights
 
 
 @dataclass

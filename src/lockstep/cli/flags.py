@@ -3,15 +3,14 @@
 import dataclasses
 from difflib import get_close_matches
 from itertools import chain, pairwise
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 
 from lockstep.cli.others import ours_for
 from lockstep.config import Config, load_config
-from lockstep.config.check import check_range
-from lockstep.config.load import field_name, nearest, type_name, valid_keys
+from lockstep.config.check import check_word
+from lockstep.config.load import field_name, nearest, valid_keys
 from lockstep.config.shipped import find_config, shipped_configs
 from lockstep.config.trust import check_trusted, is_of_a_run
 from lockstep.errors import UserError
@@ -144,29 +143,10 @@ def _refuse_wrong_values(argv: list[str], config: Config) -> None:
     """A word where a key takes a number, or none of the names that it takes. What is more involved tyro finds."""
     for before, word in pairwise(chain.from_iterable(w.split("=", 1) for w in argv)):
         section, _, key = before.removeprefix("--").replace("-", "_").partition(".")
-        if not before.startswith("--") or not key or word.startswith("--"):
-            continue
-        kind = get_type_hints(type(getattr(config, section))).get(field_name(key))
-        if kind is not None and not any(_fits(word, one) for one in options_of(kind)):
-            raise UserError(f"{before} is {word!r}, but it must be {type_name(kind)}")
-        if kind is not None and {int, float} & set(options_of(kind)) and word != "None":
-            check_range(f"{section}.{key}", float(word), word)
-
-
-def options_of(kind: Any) -> list[Any]:
-    """What a union is of; else itself."""
-    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
-
-
-def _fits(word: str, kind: Any) -> bool:
-    if kind in (int, float):
-        try:
-            kind(word)
-        except ValueError:
-            return False
-    if get_origin(kind) is Literal:
-        return word in map(str, get_args(kind))
-    return word == "None" if kind is type(None) else True
+        if before.startswith("--") and key and not word.startswith("--"):
+            cls, field = type(getattr(config, section)), field_name(key)
+            if field in {f.name for f in dataclasses.fields(cls)}:
+                check_word(cls, section, field, word, before)
 
 
 def _refuse_late_file(argv: list[str]) -> None:

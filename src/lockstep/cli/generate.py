@@ -14,14 +14,14 @@ import tyro
 from lockstep.cli.arguments import ReadsRun
 from lockstep.cli.parsing import parse
 from lockstep.errors import UserError
+from lockstep.inference.deepspeed import check_shares_no_heads, through_deepspeed
+from lockstep.inference.export import load_config_and_spec, load_model
+from lockstep.inference.generate import Engine, check_generates, generate_batch
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.models import build_model
 from lockstep.parallel.tensor.tensor_parallel import tensor_parallel
-from lockstep.strategies.deepspeed_inference import check_shares_no_heads, through_deepspeed
 from lockstep.strategies.tensor import check_tensor
-from lockstep.training.export import load_config_and_spec, load_model
-from lockstep.training.generate import Engine, check_generates, generate_batch
 from lockstep.words import counted
 
 

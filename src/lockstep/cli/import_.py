@@ -6,7 +6,7 @@ from pathlib import Path
 from lockstep.cli.parsing import parse
 from lockstep.config import GPT
 from lockstep.errors import UserError
-from lockstep.training.export import import_hf
+from lockstep.inference.export import import_hf
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lockstep.cli.parsing import check_output, parse
 from lockstep.config import load_config
-from lockstep.config.cluster import HOWS, Job, Place, chosen, script
 from lockstep.errors import UserError
+from lockstep.launch.cluster import HOWS, Job, Place, chosen, script
 from lockstep.results.whole import write_whole
 
 

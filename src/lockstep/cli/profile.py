@@ -4,7 +4,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.cli.arguments import RunArguments, check_before_ranks
+from lockstep.cli.arguments import RunArguments
+from lockstep.cli.checks import check_before_ranks
 from lockstep.cli.flags import config_from, sections
 from lockstep.cli.parsing import parse
 from lockstep.cli.tables import console, new_table

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from lockstep.cli.arguments import RunArguments, check_before_ranks
+from lockstep.cli.arguments import RunArguments
+from lockstep.cli.checks import check_before_ranks
 from lockstep.cli.flags import config_from, sections
 from lockstep.cli.parsing import check_output, parse
 from lockstep.cli.tables import console

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from lockstep.cli.arguments import RunArguments, check_before_ranks, check_paths
+from lockstep.cli.arguments import RunArguments
+from lockstep.cli.checks import check_before_ranks, check_paths
 from lockstep.cli.flags import config_from, sections, without_flag
 from lockstep.cli.parsing import parse
 from lockstep.config import Config, Plan

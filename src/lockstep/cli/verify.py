@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lockstep.cli.arguments import LinkFlag, device_type, over_link
+from lockstep.cli.arguments import LinkFlag
+from lockstep.cli.checks import device_type, over_link
 from lockstep.cli.flags import config_from, flag_value
 from lockstep.cli.parsing import parse
 from lockstep.cli.tables import console, new_table

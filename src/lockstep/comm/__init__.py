@@ -3,8 +3,9 @@
 `from lockstep.comm import all_reduce_mean` and the like are those of `comm/collectives.py`.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import lazily
 
 if TYPE_CHECKING:
     from lockstep.comm.collectives import (
@@ -37,9 +38,8 @@ __all__ = [
     "send",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import torch when it is first needed: `import lockstep` passes through here."""
-    if name.removesuffix("_async") in __all__:
-        return getattr(importlib.import_module("lockstep.comm.collectives"), name)
-    raise AttributeError(f"module 'lockstep.comm' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {n: "lockstep.comm.collectives" for name in __all__ for n in (name, f"{name}_async")},
+)
+"""`import lockstep` passes through here."""

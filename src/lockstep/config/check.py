@@ -1,103 +1,115 @@
-"""Ranges: what a type cannot say about a value."""
+"""Whether values have the types and limits that `schema.py` states (pydantic checks them), and what it cannot say."""
 
-import dataclasses
+from functools import cache
 from math import inf
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from annotated_types import Interval
+from pydantic import TypeAdapter, ValidationError
 
 from lockstep.config.own import is_import
 from lockstep.config.schema import Config, Train
 from lockstep.errors import UserError
 
-WIDTH, COUNT, AMOUNT = 10_000_000, 10**12, 1e9
-"""Bounds that nobody needs and a slip of the finger exceeds: of a layer's sizes, of what is counted, of the rest."""
-
-# key -> (smallest allowed value, largest allowed value)
-RANGES: dict[str, tuple[float, float]] = {
-    "model.layers": (1, 100_000),
-    "model.width": (1, WIDTH),
-    "model.depth": (8, 10_000),
-    "model.stages": (1, 10_000),
-    "model.channels": (1, WIDTH),
-    "model.hidden": (1, WIDTH),
-    "model.d_model": (1, WIDTH),
-    "model.heads": (1, WIDTH),
-    "model.kv_heads": (1, WIDTH),
-    "model.context": (1, 1_000_000_000),
-    "model.vocabulary": (2, 1_000_000_000),
-    "model.dropout": (0, 0.99),
-    "data.samples": (1, COUNT),
-    "data.shape": (1, WIDTH),
-    "data.classes": (1, WIDTH),
-    "data.max_bytes": (1, COUNT),
-    "data.workers": (0, 1024),
-    "train.epochs": (1, COUNT),
-    "train.steps": (1, COUNT),
-    "train.batch_size": (1, COUNT),
-    "train.batch_per_rank": (1, COUNT),
-    "train.evaluate_steps": (1, COUNT),
-    "train.evaluate_batches": (1, COUNT),
-    "train.patience": (1, COUNT),
-    "train.accumulation": (1, COUNT),
-    "train.lr": (0, 1e6),
-    "train.momentum": (0, 1),
-    "train.betas": (0, 0.999999999),
-    "train.weight_decay": (0, 1e6),
-    "train.warmup_steps": (0, COUNT),
-    "train.lr_decay": (0, 1e6),
-    "train.lr_milestones": (0, 1),
-    "train.clip_norm": (1e-12, AMOUNT),
-    "train.evaluate_every": (0, COUNT),
-    "train.straggler": (0, AMOUNT),
-    "train.check_replicas": (0, COUNT),
-    "train.log_every": (1, COUNT),
-    "train.recompute_every": (1, COUNT),
-    "train.seed": (0, 10**12),
-    "lora.rank": (0, WIDTH),
-    "lora.alpha": (0, AMOUNT),
-    "checkpoint.every": (0, COUNT),
-    "checkpoint.every_seconds": (0.1, AMOUNT),
-    "checkpoint.in_memory": (0, COUNT),
-    "checkpoint.keep_last": (0, COUNT),
-    "parallel.bucket_mb": (0, AMOUNT),
-    "parallel.shard_size": (1, COUNT),
-    "parallel.replicate": (-1, COUNT),
-    "parallel.shard": (-1, COUNT),
-    "parallel.pp": (1, COUNT),
-    "parallel.cp": (1, COUNT),
-    "parallel.tp": (1, COUNT),
-    "parallel.micro_batches": (1, COUNT),
-    "parallel.chunks": (1, COUNT),
-    "parallel.prefetch": (0, COUNT),
-    "parallel.topk_ratio": (1e-9, 1),
-    "parallel.powersgd_rank": (1, WIDTH),
-    "parallel.sync_every": (1, COUNT),
-    "parallel.outer_lr": (0, 1e6),
-    "parallel.outer_momentum": (0, 1),
-}
+OUT_OF_RANGE = ("greater_than_equal", "less_than_equal")
+"""What pydantic calls a number beyond its limits."""
 
 
 def check_ranges(config: Config) -> None:
-    """Refuse values that no run can use, naming the key and the range."""
-    for key in RANGES:
-        section, name = key.split(".")
-        value: Any = getattr(getattr(config, section), name, None)
-        for number in value if isinstance(value, tuple) else (value,):
-            check_range(key, number, value)
+    """Refuse values that no run can use, naming the key and what is allowed."""
+    for section, given in vars(config).items():
+        for field, value in vars(given).items():
+            checked(type(given), section, field, value)
+            if isinstance(value, str) and "\0" in value:
+                raise UserError(f"{section}.{field} has a NUL character in it, which no name may have")
     check_names(config)
     for degree in ("replicate", "shard"):
         if getattr(config.parallel, degree) == 0:
             raise UserError(f"parallel.{degree} is 0, but it must be 1 or more, or -1 for the rest of the ranks")
-    for section, values in dataclasses.asdict(config).items():
-        for name, value in values.items():
-            if isinstance(value, str) and "\0" in value:
-                raise UserError(f"{section}.{name} has a NUL character in it, which no name may have")
 
 
-def check_range(key: str, number: float | None, value: Any) -> None:
-    """Of one number of a key's `value`."""
-    low, high = RANGES.get(key, (-inf, inf))
-    if number is not None and not low <= number <= high and key in RANGES:  # NaN is in no range
-        raise UserError(f"{key} is {_shortly(value)}, but it must be {_allowed(number, low, high)}")
+def checked(cls: type, section: str, field: str, value: Any, said: str | None = None) -> Any:
+    """`value` as the field's type has it (a list is a tuple, an int a good float), or one line that says what is wrong.
+    `said`: how the user has called the key, if not as a config does.
+    """
+    hint, adapter = _hint_and_adapter(cls, field)
+    value = _plain(value, hint)
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        beyond = [e["input"] for e in error.errors() if e["type"] in OUT_OF_RANGE]
+        allowed = _range(beyond[0], _limits(hint)) if beyond else type_name(get_type_hints(cls)[field])
+    text = _shortly(value) if beyond else repr(value)
+    raise UserError(f"{said or f'{section}.{field}'} is {text}, but it must be {allowed}")
+
+
+def check_word(cls: type, section: str, field: str, word: str, flag: str) -> None:
+    """A flag's one value, before it is converted."""
+    hint, _ = _hint_and_adapter(cls, field)
+    if "tuple" in str(hint) or (word == "None" and type(None) in get_args(hint)):
+        return
+    try:
+        checked(cls, section, field, word, flag)
+    except UserError as mistake:
+        try:
+            value = yaml.safe_load(word)
+        except (yaml.YAMLError, ValueError):
+            raise mistake from None
+        if isinstance(value, bool) or value is None or isinstance(value, str):
+            raise
+        checked(cls, section, field, value)
+
+
+@cache
+def _hint_and_adapter(cls: type, field: str) -> tuple[Any, TypeAdapter[Any]]:
+    hint = get_type_hints(cls, include_extras=True)[field]
+    return hint, TypeAdapter(hint)
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """As YAML means it: a list is a tuple, and `1e-3`, which YAML 1.1 reads as a string, a number."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(one, hint) for one in value)
+    if isinstance(value, str) and "float" in str(hint):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return str(value).lower() if isinstance(value, bool) and "bool" not in str(hint) else value
+
+
+def _limits(hint: Any) -> tuple[float, float]:
+    """Of the numbers in a type."""
+    for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
+        if isinstance(part, Interval):
+            return float(str(part.ge)), float(str(part.le))
+        if get_args(part) and (found := _limits(part)) != (-inf, inf):
+            return found
+    return -inf, inf
+
+
+def _range(number: float, limits: tuple[float, float]) -> str:
+    """In words; of an upper limit that is only there for slips, nothing to whoever is below the lower one."""
+    low, high = limits
+    if number < low and high >= 10_000_000:
+        return f"{low:g} or more"
+    return f"from {low:g} to {high:,.0f}" if high >= 1000 else f"from {low:g} to {high:g}"
+
+
+def type_name(type_: Any) -> str:
+    choices = get_args(type_)
+    if "Literal" in str(type_):
+        flat = [c for choice in choices for c in (get_args(choice) or (choice,))]
+        return "one of " + ", ".join("null" if c is type(None) else str(c) for c in flat)
+    text = str(type_) if choices else getattr(type_, "__name__", str(type_))
+    text = text.replace("NoneType", "null").replace("None", "null").replace("tuple", "list")
+    return text.replace("list[int, ...]", "a list of int").replace("list[float, ...]", "a list of float")
+
+
+def _shortly(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
 OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw"), ("constant", "cosine", "step")
@@ -123,15 +135,3 @@ def check_choices(train: Train) -> None:
             raise UserError(f"train.callbacks has {callback!r}, but each must be package.module:function")
     if train.loss is not None and not is_import(train.loss):
         raise UserError(f"train.loss is {train.loss!r}, but it must be package.module:function")
-
-
-def _allowed(number: float, low: float, high: float) -> str:
-    """The range in words; of a bound that is only there for slips, nothing to whoever is below the other."""
-    if number < low and high >= WIDTH:
-        return f"{low:g} or more"
-    return f"from {low:g} to {high:,.0f}" if high >= 1000 else f"from {low:g} to {high:g}"
-
-
-def _shortly(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"

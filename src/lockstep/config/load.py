@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import dacite
 import yaml
 
-from lockstep.config.check import check_choices
+from lockstep.config.check import check_choices, checked
 from lockstep.config.schema import Config, Model
 from lockstep.config.shipped import cannot_be_read, find_config
 from lockstep.errors import UserError
@@ -55,13 +54,11 @@ def structure(values: dict[str, Any], model: type, where: str) -> Config:
 
 
 def _structure_section(values: dict[str, Any], cls: Any, section: str, where: str) -> Any:
-    options = dacite.Config(type_hooks={float: _as_float, int: _not_bool})
-    values = {field_name(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    fields = {field_name(key): (key, value) for key, value in values.items()}
     try:
-        return dacite.from_dict(cls, values, options)
-    except dacite.WrongTypeError as error:
-        allowed = type_name(error.field_type)
-        raise UserError(f"{where}: {section}.{error.field_path} is {error.value!r}, but it must be {allowed}") from None
+        return cls(**{f: checked(cls, section, f, value, f"{section}.{key}") for f, (key, value) in fields.items()})
+    except UserError as mistake:
+        raise UserError(f"{where}: {mistake}") from None
 
 
 def _refuse_unknown_keys(values: dict[str, Any], sections: dict[str, Any], where: str) -> None:
@@ -113,33 +110,6 @@ def nearest(key: str, valid: list[str]) -> str:
 
 def _sections(valid: list[str]) -> list[str]:
     return sorted({v.split(".")[0] for v in valid})
-
-
-def _as_float(value: Any) -> Any:
-    """An int is a good float, and so is `1e-3`, which YAML 1.1 reads as a string."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return _not_bool(value)
-
-
-def _not_bool(value: Any) -> Any:
-    """Python's `True` is an int; a config's is not. As a word it fails the type check."""
-    return str(value).lower() if isinstance(value, bool) else value
-
-
-def type_name(type_: Any) -> str:
-    choices = get_args(type_)
-    if "Literal" in str(type_):
-        flat = [c for choice in choices for c in (get_args(choice) or (choice,))]
-        return "one of " + ", ".join("null" if c is type(None) else str(c) for c in flat)
-    text = str(type_) if choices else getattr(type_, "__name__", str(type_))
-    text = text.replace("NoneType", "null").replace("None", "null").replace("tuple", "list")
-    return text.replace("list[int, ...]", "a list of int").replace("list[float, ...]", "a list of float")
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -7,7 +7,22 @@ the wrong place is an error and not a setting that nobody reads.
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
 from tyro.conf import Suppress, arg
+
+# Limits stand on the fields. The upper ones catch slips of the finger.
+Width = Annotated[int, Interval(ge=1, le=10_000_000)]
+Count = Annotated[int, Interval(ge=1, le=10**12)]
+Natural = Annotated[int, Interval(ge=0, le=10**12)]
+Degree = Annotated[int, Interval(ge=-1, le=10**12)]
+"""Of an axis; -1: the rest of the ranks."""
+Layers = Annotated[int, Interval(ge=1, le=100_000)]
+Tokens = Annotated[int, Interval(ge=1, le=1_000_000_000)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+Dropout = Annotated[float, Interval(ge=0, le=0.99)]
+Decay = Annotated[float, Interval(ge=0, le=0.999999999)]
+Rate = Annotated[float, Interval(ge=0, le=1e6)]
+Amount = Annotated[float, Interval(ge=0, le=1e9)]
 
 Import = Annotated[str | None, arg(name="import")]
 """A key called `import`, which Python allows no field to be called."""
@@ -22,9 +37,9 @@ class MLP:
     """Linear layers with ReLU between them."""
 
     name: Literal["mlp"] = "mlp"
-    layers: int = 16
+    layers: Layers = 16
     """How many linear layers, input and output layers included."""
-    width: int = 256
+    width: Width = 256
     """Width of the hidden layers."""
 
 
@@ -33,9 +48,9 @@ class CNN:
     """3x3 convolutions, one pooling step each, then one hidden linear layer."""
 
     name: Literal["cnn"] = "cnn"
-    channels: tuple[int, ...] = (32, 64)
+    channels: tuple[Width, ...] = (32, 64)
     """Output channels of each convolution."""
-    hidden: int = 128
+    hidden: Width = 128
     """Width of the hidden linear layer."""
 
 
@@ -44,12 +59,12 @@ class ResNet:
     """CIFAR-style residual network (3x3 stem, no stem pooling)."""
 
     name: Literal["resnet"] = "resnet"
-    depth: int = 18
+    depth: Annotated[int, Interval(ge=8, le=10_000)] = 18
     """18 and 34 are built of basic blocks, 50, 101 and 152 of bottlenecks; 6n + 2 (20, 32, 44, 56, 110) of three stages
     of n basic blocks."""
-    stages: tuple[int, ...] = ()
+    stages: tuple[Layers, ...] = ()
     """Basic blocks of each stage, for any other depth: 1 1 1 1 is a ResNet-10. Then depth counts for nothing."""
-    width: int = 64
+    width: Width = 64
     """Channels of the first stage; each later stage doubles them."""
     norm: Literal["batch", "group"] = "batch"
     """`batch` is the usual network; its statistics are per rank. `group` trains alike at any world size."""
@@ -62,21 +77,21 @@ class GPT:
     name: Literal["gpt"] = "gpt"
     size: Literal["custom", "small", "medium", "large", "xl", "2.7b"] = "custom"
     """A published size, or `custom` to give d_model, layers and heads yourself."""
-    d_model: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int | None = None
+    d_model: Width = 128
+    layers: Layers = 4
+    heads: Width = 4
+    kv_heads: Width | None = None
     """Heads of keys and values (grouped-query attention). None: as many as heads."""
-    context: int = 128
+    context: Tokens = 128
     """Tokens of one sequence."""
-    vocabulary: int | None = None
+    vocabulary: Annotated[int, Interval(ge=2, le=1_000_000_000)] | None = None
     """Rows of the token embedding. None: what the data set has (256 for text)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
     activation: Literal["gelu", "swiglu"] = "gelu"
     tied: bool = True
     """The output head shares the token embedding's weight."""
-    dropout: float = 0.0
+    dropout: Dropout = 0.0
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """The kernel of the attention; auto: PyTorch's choice. flash, cudnn and efficient are for GPUs."""
     residual: Literal["fp32", "compute"] = "fp32"
@@ -104,9 +119,9 @@ class HF:
     name: Literal["hf"] = "hf"
     path: str | None = None
     """The folder: config.json, and perhaps weights (*.safetensors) to start from."""
-    context: int = 128
+    context: Tokens = 128
     """Tokens of one sequence in training."""
-    dropout: float | None = None
+    dropout: Dropout | None = None
     """None: as its config.json says."""
 
 
@@ -128,22 +143,22 @@ class Data:
     for tokens, what lockstep tokenize made; for imagefolder, a folder with train/CLASS/*.png and test/CLASS/*.png."""
     download: bool = True
     """Fetch mnist or cifar10 when its files are not there."""
-    samples: int = 4096
+    samples: Count = 4096
     """Size of a synthetic training set."""
-    shape: tuple[int, ...] = (3, 32, 32)
+    shape: tuple[Width, ...] = (3, 32, 32)
     """Shape of one synthetic image, and what imagefolder resizes to; for regression, the number of features."""
-    classes: int = 10
+    classes: Width = 10
     """Classes of synthetic images; for regression, the number of outputs."""
     augment: tuple[Literal["crop", "flip"], ...] = ()
     """Of images: a part of each, padded by 4 pixels, as large as it was; every second one mirrored. What becomes of a
     sample is decided by the seed, the epoch and its number."""
-    max_bytes: int = 8_000_000
+    max_bytes: Count = 8_000_000
     """How much text to read at most."""
     import_: Import = None
     """Data of your own: package.module:function, which returns a training and a test set."""
     args: Args = field(default_factory=dict)
     """What it is called with: --data.args.folder images."""
-    workers: int = 0
+    workers: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Processes of each rank that read a Dataset ahead. 0: the rank itself, when it needs a batch."""
 
     def __post_init__(self) -> None:
@@ -155,35 +170,35 @@ class Data:
 class Train:
     """The optimizer's side of training."""
 
-    epochs: int = 10
-    steps: int | None = None
+    epochs: Count = 10
+    steps: Count | None = None
     """Take this many steps, whatever `epochs` says."""
-    batch_size: int = 128
+    batch_size: Count = 128
     """The GLOBAL batch: samples of one optimizer step, over all ranks and micro-batches."""
-    batch_per_rank: int | None = None
+    batch_per_rank: Count | None = None
     """Instead of batch_size: samples of one micro-batch on one rank. The global batch is this times `accumulation`
     times the ranks that read different samples."""
-    accumulation: int = 1
+    accumulation: Count = 1
     """Micro-batches of one step; gradients are synchronized once, at the last one."""
     loss: str | None = None
     """Of your own: package.module:function, (outputs, targets) -> their mean. None: cross entropy, or the mean squared
     error where targets are floating-point numbers."""
     optimizer: str = "sgd"
     """sgd, adam, adamw, or one of your own: package.module:class, as torch.optim:RMSprop."""
-    lr: float = 0.1
-    momentum: float = 0.9
+    lr: Rate = 0.1
+    momentum: Share = 0.9
     """Of sgd."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Of adam and adamw."""
-    weight_decay: float = 0.0
+    weight_decay: Rate = 0.0
     schedule: str = "cosine"
     """constant, cosine, step, or one of your own: package.module:function, (step, steps) -> a factor of the rate."""
-    warmup_steps: int = 0
-    lr_decay: float = 0.1
+    warmup_steps: Natural = 0
+    lr_decay: Rate = 0.1
     """The factor of the `step` schedule at each of `lr_milestones`, and the floor of `cosine`."""
-    lr_milestones: tuple[float, ...] = (0.5, 0.75)
+    lr_milestones: tuple[Share, ...] = (0.5, 0.75)
     """Where `step` lowers the rate, as fractions of the run."""
-    clip_norm: float | None = None
+    clip_norm: Annotated[float, Interval(ge=1e-12, le=1e9)] | None = None
     """Clip gradients to this global norm."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss."""
@@ -192,25 +207,25 @@ class Train:
     by block), or of the whole model as one (for one rank; zero3 and fsdp take blocks in any case)."""
     recompute: Literal["none", "full", "every", "attention"] = "none"
     """Activation checkpointing: every block, each `recompute_every`-th block, or attention only."""
-    recompute_every: int = 2
+    recompute_every: Count = 2
     weights: str | None = None
     """Start from these weights, a safetensors file. None: random ones, by the seed."""
-    seed: int = 0
+    seed: Natural = 0
     """The same seed gives the same run: bit by bit on the CPU, up to the order of atomic additions on a GPU."""
-    evaluate_every: int = 1
+    evaluate_every: Natural = 1
     """Epochs between evaluations on the test set; 0: only at the end."""
-    evaluate_steps: int | None = None
+    evaluate_steps: Count | None = None
     """Steps between evaluations, instead of epochs."""
-    evaluate_batches: int | None = None
+    evaluate_batches: Count | None = None
     """Batches of an evaluation, at most. None: the whole test set."""
-    patience: int | None = None
+    patience: Count | None = None
     """Stop after this many evaluations in a row without a new lowest test loss. None: never."""
-    straggler: float = 1.5
+    straggler: Amount = 1.5
     """Name a rank whose own work takes this many times as long as its peers', in 8 of 10 steps, twice. 0: none."""
-    check_replicas: int = 0
+    check_replicas: Natural = 0
     """Steps between comparisons of the weights that ranks should share, bit by bit, which find silent corruption. 0:
     never."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of metrics, each of which tells of the steps since the last."""
     callbacks: tuple[str, ...] = ()
     """Functions of your own, package.module:function, that rank 0 calls with (kind, step, values) at every record:
@@ -224,7 +239,7 @@ class Parallel:
     data: str = "bucketed"
     """The strategy: single, naive, flat, overlap, bucketed, ddp, zero1, zero2, zero3, fsdp, zero1_torch, deepspeed
     or local_sgd."""
-    bucket_mb: float = 25.0
+    bucket_mb: Amount = 25.0
     """Bucket size of bucketed, ddp, zero1 and zero2, MiB."""
     compression: Literal["none", "bf16", "fp16", "topk", "powersgd"] = "none"
     """Gradient compression of naive, flat, overlap and bucketed."""
@@ -233,28 +248,28 @@ class Parallel:
     recursive_doubling, halving_doubling, double_tree, hierarchical, or auto (the fastest by the cost model)."""
     sharding: Sharding = "FULL_SHARD"
     """Of fsdp; zero3 knows the first two. SHARD_GRAD_OP keeps parameters whole from forward to backward."""
-    replicate: int | None = None
+    replicate: Degree | None = None
     """Copies of the parameters. -1: the rest of the ranks. None: all ranks under naive to ddp, one copy under zero1 to
     fsdp, and what HYBRID_SHARD needs."""
-    shard: int | None = None
+    shard: Degree | None = None
     """Ranks that hold one copy together. -1: the rest. None: under zero1 to fsdp all, or what replicate leaves."""
-    shard_size: int | None = None
+    shard_size: Count | None = None
     """Ranks that hold one copy together under HYBRID_SHARD. None: those of a machine; on one machine, half of them."""
-    pp: int = 1
+    pp: Count = 1
     """Pipeline stages: ranks that have other layers, and read the same samples."""
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     """Of a pipeline: in which order its stages work on the micro-batches (`lockstep schedule` draws them)."""
-    micro_batches: int | None = None
+    micro_batches: Count | None = None
     """Of a pipeline, per step. None: train.accumulation, or twice the stages if that is 1."""
-    chunks: int = 1
+    chunks: Count = 1
     """Parts of the model per stage, of interleaved; the others have one, zb-v always two."""
     recompute_stages: tuple[int, ...] = ()
     """Of a pipeline: the stages that train.recompute is for; the first hold the most micro-batches. Empty: all."""
-    cp: int = 1
+    cp: Count = 1
     """Context parallel: ranks that have other positions of the same sequences."""
     attention: Literal["ring", "ulysses"] = "ring"
     """With cp: keys and values go round the ranks, or ranks exchange positions for heads."""
-    tp: int = 1
+    tp: Count = 1
     """Tensor parallel: ranks that have other rows or columns of the same matrices, and read the same samples."""
     sequence: bool = False
     """With tp: what lies between the matrices is cut too, along its positions (sequence parallel)."""
@@ -269,7 +284,7 @@ class Parallel:
     reshard_micro_batches: bool = False
     """In a pipeline, of fsdp: release parameters and reduce gradients in every micro-batch, instead of once per step:
     less memory for more traffic."""
-    prefetch: int = 1
+    prefetch: Natural = 1
     """Units that zero3 gathers ahead."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where sharded optimizer state (and, under zero3, fsdp and deepspeed stage 3, parameters) lies between uses."""
@@ -279,24 +294,24 @@ class Parallel:
     """Of deepspeed."""
     deepspeed_config: str | None = None
     """A DeepSpeed JSON file for deepspeed, instead of zero_stage and offload; `auto` stands for what we say here."""
-    topk_ratio: float = 0.01
+    topk_ratio: Annotated[float, Interval(ge=1e-9, le=1)] = 0.01
     """Share of the gradient's elements that topk sends."""
-    powersgd_rank: int = 4
+    powersgd_rank: Width = 4
     """Rank of the approximation of powersgd."""
-    sync_every: int = 8
+    sync_every: Count = 8
     """Steps between two parameter averages of local_sgd."""
-    outer_lr: float = 0.0
+    outer_lr: Rate = 0.0
     """DiLoCo: learning rate of local_sgd's outer Nesterov optimizer (usually 0.7); 0: plain averaging."""
-    outer_momentum: float = 0.9
+    outer_momentum: Share = 0.9
 
 
 @dataclass
 class Lora:
     """Train low-rank adapters instead of the model's own weights."""
 
-    rank: int = 0
+    rank: Annotated[int, Interval(ge=0, le=10_000_000)] = 0
     """Of the adapters; 0: no adapters, the whole model is trained."""
-    alpha: float = 16.0
+    alpha: Amount = 16.0
     """The adapters' output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("qkv", "output")
     """Last parts of the names of the linear layers that get one."""
@@ -308,15 +323,15 @@ class Lora:
 class Checkpoint:
     """What survives the run, in the folder checkpoints/ of the run."""
 
-    every: int = 0
+    every: Natural = 0
     """Steps between two checkpoints, and one at the end; 0: none. On SIGTERM and SIGUSR1 one is always saved."""
-    every_seconds: float | None = None
+    every_seconds: Annotated[float, Interval(ge=0.1, le=1e9)] | None = None
     """Seconds between two checkpoints, by the first rank's clock, beside `every` or instead of it."""
-    in_memory: int = 0
+    in_memory: Natural = 0
     """Steps between two copies of the state in host memory, which outlive the ranks and vanish with the run: with
     --max-restarts a lost rank costs at most so many steps, and the disk hears nothing of it. Where there are several
     nodes each keeps a copy of its neighbour's, so that a lost node costs no more. 0: none."""
-    keep_last: int = 3
+    keep_last: Natural = 3
     """How many to keep; 0: all."""
     keep_best: bool = False
     """Save also after each evaluation that has found the lowest test loss so far, and keep that one: checkpoints/best

@@ -4,6 +4,7 @@ Nothing that stands there is imported unless the user names the same import on t
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config.own import is_import
@@ -12,6 +13,18 @@ from lockstep.errors import UserError
 
 SIGNS = ("checkpoints", "metrics.jsonl", "status.json", "run.json", "model.safetensors", ".lock")
 """What lies beside the config.yaml of a run."""
+
+
+@dataclass
+class Consent:
+    """What the user allows a command to do with a folder that may be a stranger's."""
+
+    named: tuple[str, ...] = ()
+    """Imports of the command line."""
+    trust: bool = False
+    """Run whatever code the run's config names."""
+    older: bool = False
+    """Take an older checkpoint where the newest is damaged."""
 
 
 def is_of_a_run(file: Path) -> bool:

@@ -6,7 +6,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import psutil
 import torch
@@ -14,13 +13,12 @@ import torch.distributed as dist
 
 from lockstep.errors import UserError
 from lockstep.launch.calls import record_calls
+from lockstep.launch.options import DeviceChoice
 from lockstep.launch.restart import launch_id, restart_count
 from lockstep.launch.situation import state_of
 from lockstep.launch.watch import end_soon, watching
 from lockstep.layout.world import World, patience, torch_backend
 from lockstep.words import counted
-
-DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 
 def choose_device(choice: DeviceChoice, local_rank: int, local_size: int, share_gpu: bool) -> torch.device:

@@ -9,7 +9,8 @@ import torch
 
 from lockstep.errors import UserError
 from lockstep.launch.adopt import adopt_environment
-from lockstep.launch.join import DeviceChoice, join_world
+from lockstep.launch.join import join_world
+from lockstep.launch.options import DeviceChoice
 from lockstep.launch.start import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.leaving import leave

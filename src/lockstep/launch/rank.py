@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -26,10 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from lockstep.errors import HangError, PeerError, RankError
 from lockstep.launch.join import join_world
 from lockstep.launch.leftovers import note_semaphores
+from lockstep.launch.options import Launch
 from lockstep.launch.watch import current_watch
-
-if TYPE_CHECKING:
-    from lockstep.launch.start import Launch
 
 StartMethod = Literal["spawn", "forkserver"]
 FOLDER = "LOCKSTEP_FOLDER"
@@ -41,7 +39,7 @@ _AT_IMPORT = dict(os.environ)
 def rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    launch: "Launch",
+    launch: Launch,
     launcher: int,
     start_method: StartMethod,
     environment: dict[str, str],

@@ -16,7 +16,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 from typing import Any
@@ -30,8 +30,9 @@ from lockstep.errors import UserError
 from lockstep.launch.adopt import adopt_environment
 from lockstep.launch.cores import available_cores, changed_environment
 from lockstep.launch.failure import explain, said_something
-from lockstep.launch.join import DeviceChoice, check_known, choose_device, join_world
+from lockstep.launch.join import check_known, choose_device, join_world
 from lockstep.launch.leftovers import FOLDER_PREFIX, remove_leftovers
+from lockstep.launch.options import Launch
 from lockstep.launch.processes import signature
 from lockstep.launch.rank import (
     FOLDER,
@@ -44,26 +45,6 @@ from lockstep.launch.rank import (
 )
 from lockstep.launch.restart import with_restarts
 from lockstep.words import counted
-
-
-@dataclass
-class Launch:
-    """Which ranks run the command."""
-
-    nproc: int | None = None
-    """Ranks to start on this machine. None: 1 for train; 2 for demo, bench and profile; what --world-size says for
-    verify and bench scaling. Under torchrun or srun the ranks are theirs; leave it out there."""
-    device: DeviceChoice = "auto"
-    """auto: a GPU where there is one."""
-    backend: str | None = None
-    """Communication backend. None: nccl on GPUs, shm (shared memory) on the CPUs of one machine, gloo on several."""
-    share_gpu: bool = False
-    """Let several ranks share one GPU over NCCL: correct everywhere, as slow as a 20 Gbit/s network."""
-    timeout: float = 300.0
-    """Seconds after which a missing or silent rank is an error."""
-    oversubscribe: bool = False
-    """Start as many CPU ranks as --nproc says, however few cores there are."""
-
 
 START_METHOD: StartMethod = "spawn"
 """Of ranks, where the caller does not say."""

@@ -8,8 +8,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import dacite
 import yaml
+from pydantic import TypeAdapter
 
 from lockstep.errors import UserError
 from lockstep.learn.master import SKELETON, SOLUTION, render, wrong_names
@@ -134,7 +134,7 @@ def lessons() -> tuple[Lesson, ...]:
 
 def _read(folder: Path) -> Lesson:
     values = yaml.safe_load((folder / MANIFEST).read_text(encoding="utf-8"))
-    return Lesson(folder.name, folder, dacite.from_dict(Manifest, values, dacite.Config(strict=True)))
+    return Lesson(folder.name, folder, TypeAdapter(Manifest).validate_python(values))
 
 
 def lesson_named(word: str) -> Lesson:

@@ -62,21 +62,23 @@ def initial_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]
     """
     initialize: Initialize = getattr(model, "initialize", reset)
     names = {tensor: name for name, tensor in reversed([*model.named_parameters(), *model.named_buffers()])}
-    shells = [(name, shell_of(module), _direct(module)) for name, module in model.named_modules() if _direct(module)]
+    parts = []
+    for name, module in model.named_modules():
+        tensors = _direct(module)
+        mine = {key: names[tensor] for key, tensor in tensors.items() if names[tensor] == _join(name, key)}
+        if mine:  # else all of it is shared with modules before
+            kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+            parts.append((name, shell_of(module), mine, kinds))
 
     def make() -> Iterator[tuple[str, Tensor]]:
-        for name, shell, tensors in shells:
-            mine = {key: names[tensor] for key, tensor in tensors.items() if names[tensor] == _join(name, key)}
-            if not mine:  # all of it is shared with modules before
-                continue
-            for key, tensor in tensors.items():
-                dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-                _assign(shell, key, torch.empty(tensor.shape, dtype=dtype))
+        for name, shell, mine, kinds in parts:
+            for key, (shape, dtype) in kinds.items():
+                _assign(shell, key, torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype))
             fill(shell, initialize, seed, name)
+            made = _direct(shell)
+            shell._parameters, shell._buffers = {}, {}
             for key, full_name in mine.items():
-                yield full_name, getattr(shell, key).detach().to(tensors[key].dtype)
-            for key in tensors:
-                _assign(shell, key, torch.empty(0))
+                yield full_name, made.pop(key).detach().to(kinds[key][1])
 
     return make()
 

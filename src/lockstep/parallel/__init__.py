@@ -4,8 +4,9 @@ Begin with `data/data_parallel.py`, `zero/fully_sharded.py`, `tensor/parallel_li
 `context/context_parallel.py`. `gradient_norm.py`, `holding.py` and `guards.py` are about all of them.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import lazily
 
 if TYPE_CHECKING:
     from lockstep.parallel.context.context_parallel import (
@@ -67,8 +68,5 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import torch when it is first needed: a schedule is drawn and planned with without it."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'lockstep.parallel' has no attribute {name!r}")
+__getattr__ = lazily(__name__, _HOMES)
+"""A schedule is drawn and planned with without torch."""

@@ -3,7 +3,6 @@ Face's transformers load; and such a folder as a model of ours.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from lockstep.checkpoint import manifest
 from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints
 from lockstep.checkpoint.storage import read_into, saved_names
 from lockstep.config import Config, Data, load_config, save_config
-from lockstep.config.trust import check_trusted
+from lockstep.config.trust import Consent, check_trusted
 from lockstep.data import DataSpec, build_data
 from lockstep.errors import UserError
 from lockstep.layout.world import World
@@ -28,18 +27,6 @@ from lockstep.results.whole import made_whole
 from lockstep.strange import json_of
 from lockstep.training.prepare import load_weights, prepared_model
 from lockstep.training.run_folder import CONFIG, read_spec, write_spec
-
-
-@dataclass
-class Consent:
-    """What the user allows a command to do with a folder that may be a stranger's."""
-
-    named: tuple[str, ...] = ()
-    """Imports of the command line."""
-    trust: bool = False
-    """Run whatever code the run's config names."""
-    older: bool = False
-    """Take an older checkpoint where the newest is damaged."""
 
 
 def find_checkpoint(source: Path, older: bool = False) -> Path:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.models.cache import KeyValueCache
+from lockstep.inference.cache import KeyValueCache
 from lockstep.models.gpt import GPT
 
 Engine = Literal["plain", "deepspeed"]
@@ -40,7 +40,7 @@ def generate_batch(
     cache: bool = True,
     vocabulary: int | None = None,
 ) -> list[Tensor]:
-    """As `generate`, for several prompts at once, of any lengths. `cache`: keep keys and values (`models/cache.py`).
+    """As `generate`, for several prompts at once, of any lengths. `cache`: keep keys and values (`inference/cache.py`).
 
     `vocabulary`: choose among the first so many tokens only, where a model has room for more than its data.
     """

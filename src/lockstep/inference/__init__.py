@@ -1,0 +1,1 @@
+"""A trained model as it is used: loaded, exported, imported, and writing."""
