@@ -29,7 +29,7 @@ from lockstep.cli import main
 from lockstep.cli.others import tables
 from lockstep.cli.plan import known_network
 from lockstep.plan.choose import SCENARIOS, matrix
-from lockstep.plan.constants import told
+from lockstep.plan.constants import entries
 from lockstep.plan.machine import parse_cluster
 
 DOCS = Path(__file__).parent
@@ -40,7 +40,7 @@ MARK = re.compile(
 
 def constants_table() -> str:
     lines = ["| constant | value | what it stands for | from |", "| --- | --- | --- | --- |"]
-    for name, entry in told().items():
+    for name, entry in entries().items():
         lines.append(f"| `{name}` | {entry['value']:g} | {entry['says']} | {entry['from']} |")
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ CHAPTERS = {
 }
 HEAD = """# API reference
 
-What `import lockstep` offers to anybody's own loop; `help(lockstep)` says the same. Each example is run by a test, on
+What `import lockstep` offers to a user's own loop; `help(lockstep)` says the same. Each example is run by a test, on
 two ranks. Written by `python docs/make_api.py` from the docstrings.
 """
 

@@ -23,7 +23,7 @@ from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.parallel.pipeline.schedule import pipeline_schedule, placement_of
 from lockstep.parallel.pipeline.timetable import Costs, timetable
 from lockstep.plan.known import known_model
-from lockstep.plan.layout import Layout
+from lockstep.plan.layout import PlanLayout
 from lockstep.plan.machine import parse_cluster
 from lockstep.plan.memory import memory_of
 from lockstep.plan.search import Question
@@ -127,7 +127,7 @@ def memory_by_stage() -> dict[str, Any]:
     for ranks in (1, 2, 4, 8, 16, 32, 64):
         question = Question(network, parse_cluster(f"{max(1, ranks // 8)}x{min(8, ranks)}xh100"), ranks)
         for stage in range(4):
-            layout = Layout(dp=ranks, zero=stage, micro_batch=1, global_batch=ranks, recompute="full")
+            layout = PlanLayout(dp=ranks, zero=stage, micro_batch=1, global_batch=ranks, recompute="full")
             kinds = memory_of(question.setting(layout)).kinds
             found[f"{ranks}/{stage}"] = {kind: nbytes / 2**30 for kind, nbytes in kinds.items()}
     return {"capacity": 80, "held": found}

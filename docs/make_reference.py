@@ -125,7 +125,7 @@ between the ranks, and calls known mistakes by their names. A hang is cut after 
 waiting for:
 
 ```text
-✗ every rank sends first, and nobody receives: send and receive at once (exchange)
+✗ every rank sends first, and no rank receives: send and receive at once (exchange)
   the ranks hung; cut after 10 s: rank 2 waits at exercise.py line 60, in ring
   rank 0: its last call is send of 12 to rank 1, line 60
   rank 1: its last call is send of 12 to rank 2, line 60

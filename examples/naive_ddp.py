@@ -68,10 +68,10 @@ def main() -> None:
     inputs, targets = inputs.to(device), targets.to(device)
     mine = slice(256 * rank, 256 * (rank + 1))  # equal parts, so that the mean of means is the mean
     for step in range(1, steps + 1):
-        told = trainer.train_step(inputs[mine], targets[mine])
+        report = trainer.train_step(inputs[mine], targets[mine])
         if rank == 0 and step % 10 == 0:
-            ms, share = told["communication_ms"], told["share"]
-            print(f"step {step:4}  loss {told['loss']:.4f}  communication {ms:.2f} ms, {share:.0%} of the step")
+            ms, share = report["communication_ms"], report["share"]
+            print(f"step {step:4}  loss {report['loss']:.4f}  communication {ms:.2f} ms, {share:.0%} of the step")
     dist.destroy_process_group()
 
 

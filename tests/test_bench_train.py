@@ -62,7 +62,7 @@ def timing(label: str, step_s: list[float], **more: object) -> Timing:
 
 def test_a_verdict_needs_more_than_noise() -> None:
     first, same, slow = (timing(n, noisy(30, m, s)) for n, m, s in (("a", 1.0, 1), ("b", 1.0, 2), ("c", 1.2, 3)))
-    assert "too few to tell" in verdicts([timing("a", [1.0] * 5), timing("b", [2.0] * 5)])[0]
+    assert "too few to separate" in verdicts([timing("a", [1.0] * 5), timing("b", [2.0] * 5)])[0]
     lines = verdicts([first, same, slow])
     assert lines[0].startswith("c takes ")
     assert "% more time than a (95% sure: " in lines[0]
@@ -70,7 +70,7 @@ def test_a_verdict_needs_more_than_noise() -> None:
     cycles = [timing(n, [m] * 30, cycle=c) for n, m, c in (("a", 1.0, 1), ("b", 0.5, 8), ("c", 0.94, 5))]
     lines = verdicts(cycles)
     assert lines == [
-        "b meets every 8 steps: too few to tell a difference; take 48 or more",
+        "b synchronizes every 8 steps: too few to see a difference; take 48 or more",
         "c takes 6.0% less time than a (95% sure: 6.0% to 6.0%)",
     ]
 

@@ -109,6 +109,6 @@ def test_odd_exercises(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_exercise_that_cannot_be_left_is_ended(tmp_path: Path) -> None:
     text = "import time\nwhile True:\n    try: time.sleep(1)\n    except BaseException: pass\n"
-    outcome = outcome_of(lessons()[0], text, tmp_path, patience=1)
+    outcome = outcome_of(lessons()[0], text, tmp_path, slowdown=1)
     assert "it did not end within 20 s" in outcome.problem
     assert "rank 0: exercise.py line 3" in outcome.problem

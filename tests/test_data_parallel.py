@@ -288,7 +288,7 @@ def test_a_restart_of_diloco_begins_where_the_model_is() -> None:
             parameter.add_(1.0)
     averager.restart()
     assert averager.steps == 0
-    assert all(torch.equal(a, b) for a, b in zip(averager.meeting_point, model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(averager.outer_parameters, model.parameters(), strict=True))
 
 
 # ---- without ranks ------------------------------------------------------------------------------------------

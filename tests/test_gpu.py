@@ -298,7 +298,7 @@ def call_something_else(world: World) -> None:
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (stay_away, r"the ranks hung: rank 1 did not come to all_reduce of 7 float32 \(call \d+, world: ranks 0, 1\); "
+        (stay_away, r"the ranks hung: rank 1 did not reach all_reduce of 7 float32 \(call \d+, world: ranks 0, 1\); "
                     r"it is at test_gpu.py:\d+ stay_away"),
         (call_something_else, r"the ranks hung: rank [01] called all_.*, and rank [01] all_.*as call \d+ of world"),
     ],

@@ -50,8 +50,7 @@ ONE, OTHER = "all_reduce of 1,024 float32", "reduce_scatter of 2,048 float32"
     [
         pytest.param(
             [at(0, waits(7, ONE)), at(1, waits(6, ONE, over=True), stack="data.py:9 read"), at(2, waits(7, ONE))],
-            "rank 1 did not come to all_reduce of 1,024 float32 (call 7, world: ranks 0, 1, 2); it is at data.py:9 "
-            "read",
+            "rank 1 did not reach all_reduce of 1,024 float32 (call 7, world: ranks 0, 1, 2); it is at data.py:9 read",
             id="one is behind",
         ),
         pytest.param(
@@ -66,13 +65,13 @@ ONE, OTHER = "all_reduce of 1,024 float32", "reduce_scatter of 2,048 float32"
                 at(1, waits(6, ONE, over=True, ranks=(0, 1), group="tp"), waits(4, OTHER)),
                 at(2, waits(4, OTHER)),
             ],
-            "rank 0 did not come to reduce_scatter of 2,048 float32 (call 4, world: ranks 0, 1, 2); it waits in "
+            "rank 0 did not reach reduce_scatter of 2,048 float32 (call 4, world: ranks 0, 1, 2); it waits in "
             "all_reduce of 1,024 float32 (call 7, tp: ranks 0, 1)",
             id="they wait in different groups",
         ),
         pytest.param(
             [at(0, Call("pp", (0, 1), 0, "receive from rank 1", False, 1)), at(1, stack="mine.py:3 forward"), at(2)],
-            "rank 1 did not come to what rank 0 waits for: receive from rank 1 (pp: ranks 0, 1); it is at "
+            "rank 1 did not reach what rank 0 waits for: receive from rank 1 (pp: ranks 0, 1); it is at "
             "mine.py:3 forward",
             id="a message that nobody sends",
         ),
@@ -189,7 +188,7 @@ def call_something_else(world: World) -> None:
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (stay_away, r"the ranks hung: rank 1 did not come to all_reduce of 7 float32 \(call \d+, world: ranks 0, 1, 2"
+        (stay_away, r"the ranks hung: rank 1 did not reach all_reduce of 7 float32 \(call \d+, world: ranks 0, 1, 2"
                     r"\); it is at test_hang.py:\d+ stay_away"),
         (call_something_else, r"disagree: (rank 2 calls|.*and rank 2) barrier|"
                               r"the ranks hung: rank 2 (called|did not come)"),

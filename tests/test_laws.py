@@ -19,7 +19,7 @@ from lockstep.parallel.pipeline.timetable import Costs, most_held, timetable
 from lockstep.parallel.tensor import law as tensor
 from lockstep.parallel.zero import law as zero
 from lockstep.plan.describe import network_of_gpt
-from lockstep.plan.layout import Layout
+from lockstep.plan.layout import PlanLayout
 from lockstep.plan.learn import layout_of
 from lockstep.plan.machine import parse_cluster
 from lockstep.plan.memory import memory_of
@@ -93,7 +93,7 @@ MEDIUM: Network = network_of_gpt(GPT(size="medium", context=1024, vocabulary=503
 
 
 def setting(**layout: object) -> Setting:
-    made = replace(Layout(global_batch=64), **layout)  # type: ignore[arg-type]
+    made = replace(PlanLayout(global_batch=64), **layout)  # type: ignore[arg-type]
     return Setting(MEDIUM, made, parse_cluster("1x8xh100").machine)
 
 

@@ -16,15 +16,15 @@ IN_ORDER = [pytest.param(lesson, id=lesson.slug) for lesson in lessons()]
 WRONG = [pytest.param(lesson, name, id=f"{lesson.slug}-{name}") for lesson in lessons() for name in lesson.wrong_names]
 
 
-PATIENT = 30.0
+BUSY = 30.0
 """No check fails because the machine is busy; what is meant to hang is cut as it would be for a learner."""
 HANG = {"from-itself", "own-groups-only", "same-neighbour", "blocking", "hooks-order", "blocking-sends"}
 
 
-def outcome_of(lesson: Lesson, text: str, folder: Path, patience: float = PATIENT) -> Outcome:
+def outcome_of(lesson: Lesson, text: str, folder: Path, slowdown: float = BUSY) -> Outcome:
     file = folder / "exercise.py"
     file.write_text(text)
-    return check(lesson, file, patience=patience)
+    return check(lesson, file, slowdown=slowdown)
 
 
 # ---- every lesson --------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_a_skeleton_says_what_to_write(lesson: Lesson, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("lesson", "name"), WRONG)
 def test_a_known_mistake_has_a_name(lesson: Lesson, name: str, tmp_path: Path) -> None:
-    outcome = outcome_of(lesson, lesson.wrong(name), tmp_path, 1.0 if name in HANG else PATIENT)
+    outcome = outcome_of(lesson, lesson.wrong(name), tmp_path, 1.0 if name in HANG else BUSY)
     assert not outcome.passed
     assert lesson.manifest.wrong[name] in outcome.problem, outcome.problem + "\n" + outcome.drawing
 
@@ -70,7 +70,7 @@ def test_what_learners_wrote(name: str, trial: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_hang_that_the_docs_show(tmp_path: Path) -> None:
     lesson = lesson_named("all_reduce")
-    outcome = outcome_of(lesson, lesson.wrong("blocking"), tmp_path, patience=1)
+    outcome = outcome_of(lesson, lesson.wrong("blocking"), tmp_path, slowdown=1)
     page = (Path(__file__).parents[1] / "docs" / "learn.md").read_text()
     shown_there = {line.strip() for line in page.splitlines()}
     drawn = [line for line in outcome.drawing.splitlines() if "✗" in line]

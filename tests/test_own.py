@@ -14,9 +14,9 @@ from lockstep.data import Reader, Share, build_data
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.models import build_model, check_outputs, forward_flops
+from lockstep.training.logger import makes_no_sense
 from lockstep.training.loop import train
 from lockstep.training.prepare import load_data, prepare_strategy
-from lockstep.training.telling import makes_no_sense
 from tests import own_code
 from tests.ranks import on_ranks
 

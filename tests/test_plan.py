@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UserError
 from lockstep.plan.choose import choose
-from lockstep.plan.constants import fitted, told
+from lockstep.plan.constants import entries, fitted
 from lockstep.plan.known import KNOWN
-from lockstep.plan.layout import Layout, illegal
+from lockstep.plan.layout import PlanLayout, illegal
 from lockstep.plan.links import collective_seconds
 from lockstep.plan.machine import Link, kinds, machine_of, parse_cluster
 from lockstep.plan.memory import memory_of
@@ -29,7 +29,7 @@ SMALL = transformer("small", 12, 768, 12, 3072, 50304, 1024, gated=False, tied=T
 # ---- laws ------------------------------------------------------------------------------------------------------------
 
 layouts = st.builds(
-    Layout,
+    PlanLayout,
     dp=st.sampled_from([1, 2, 8, 16]),
     tp=st.sampled_from([1, 2, 4, 8]),
     pp=st.sampled_from([1, 2, 4]),
@@ -41,13 +41,13 @@ layouts = st.builds(
 ).map(lambda one: replace(one, global_batch=8 * one.dp * one.micro_batch))
 
 
-def setting(layout: Layout, machine: str = "h100") -> Setting:
+def setting(layout: PlanLayout, machine: str = "h100") -> Setting:
     return Setting(SMALL, layout, machine_of(machine))
 
 
 @settings(max_examples=40, deadline=None)
 @given(layouts)
-def test_parts_add_up(layout: Layout) -> None:
+def test_parts_add_up(layout: PlanLayout) -> None:
     found, memory = step_time(setting(layout)), memory_of(setting(layout))
     assert found.seconds == pytest.approx(sum(found.terms.values()))
     assert all(seconds >= -1e-12 for seconds in found.terms.values())
@@ -56,7 +56,7 @@ def test_parts_add_up(layout: Layout) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(layouts, st.integers(1, 3))
-def test_more_ranks_never_need_more_memory_each(layout: Layout, zero: int) -> None:
+def test_more_ranks_never_need_more_memory_each(layout: PlanLayout, zero: int) -> None:
     layout = replace(layout, zero=zero, pp=1 if zero > 1 else layout.pp)
     more = replace(layout, dp=2 * layout.dp, global_batch=2 * layout.global_batch)
     assert memory_of(setting(more)).total <= memory_of(setting(layout)).total * (1 + 1e-9)
@@ -64,7 +64,7 @@ def test_more_ranks_never_need_more_memory_each(layout: Layout, zero: int) -> No
 
 @settings(max_examples=40, deadline=None)
 @given(layouts)
-def test_each_stage_holds_no_more_than_the_one_before(layout: Layout) -> None:
+def test_each_stage_holds_no_more_than_the_one_before(layout: PlanLayout) -> None:
     layout = replace(layout, pp=1, dp=max(2, layout.dp))
     held = [memory_of(setting(replace(layout, zero=z))) for z in range(4)]
     kept = [sum(m.kinds[k] for k in ("parameters", "gradients", "optimizer")) for m in held]
@@ -74,7 +74,7 @@ def test_each_stage_holds_no_more_than_the_one_before(layout: Layout) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(layouts, st.sampled_from(["inside", "between"]))
-def test_a_faster_link_is_never_slower(layout: Layout, which: str) -> None:
+def test_a_faster_link_is_never_slower(layout: PlanLayout, which: str) -> None:
     old = getattr(H100, which)
     faster = replace(H100, **{which: Link(2 * old.gb_per_s, old.latency_us)})
     before, after = setting(layout), replace(setting(layout), machine=faster)
@@ -101,11 +101,11 @@ def test_some_micro_batches_tell_of_all(schedule: str, chunks: int, within: floa
 
     from lockstep.plan import pipeline
 
-    told_of = seconds(many)
+    seen = seconds(many)
     original = pipeline.enough
     try:
         pipeline.enough = lambda *_: 10**6  # type: ignore[assignment]
-        assert told_of == pytest.approx(seconds(many), rel=within)
+        assert seen == pytest.approx(seconds(many), rel=within)
     finally:
         pipeline.enough = original
 
@@ -113,10 +113,10 @@ def test_some_micro_batches_tell_of_all(schedule: str, chunks: int, within: floa
 # ---- constants and machines ------------------------------------------------------------------------------------------
 
 
-def test_at_most_fifty_constants_are_fitted_and_all_are_told() -> None:
-    entries = told()
-    assert sum(str(entry["from"]).startswith("fitted") for entry in entries.values()) <= 50
-    assert all(entry["says"] and entry["value"] > 0 for entry in entries.values())
+def test_at_most_fifty_constants_are_fitted_and_all_are_described() -> None:
+    listed = entries()
+    assert sum(str(entry["from"]).startswith("fitted") for entry in listed.values()) <= 50
+    assert all(entry["says"] and entry["value"] > 0 for entry in listed.values())
 
 
 @pytest.mark.parametrize("kind", kinds())

@@ -182,7 +182,7 @@ MISTAKES = {
     "plan check /nowhere.csv": "/nowhere.csv cannot be read",
     "plan learn": "lockstep plan learn needs runs",
     "plan learn runs/none --machine /nowhere.yaml": "--machine /nowhere.yaml: there is no such file",
-    "choose --model llama2-7b --cluster 1x8xh100": "--finetune is missing, and there is nobody to ask",
+    "choose --model llama2-7b --cluster 1x8xh100": "--finetune is missing, and there is no terminal to ask at",
 }
 
 

@@ -13,7 +13,7 @@ from lockstep.report import gather, write_report
 from lockstep.report.page import decimals, readable
 from lockstep.report.sections import section
 from lockstep.results.chart import draw, library
-from lockstep.results.palette import PALETTE, contrast, told_apart
+from lockstep.results.palette import PALETTE, contrast, distinguished
 from lockstep.results.record import Record, read_record
 from tests.browser import Browser, chromium
 
@@ -162,7 +162,7 @@ def test_equal_losses_are_one_line_and_others_are_told_apart() -> None:
     (chart,) = (chart for chart in made.charts if chart.title == "Loss")
     names = chart.spec["encoding"]["color"]["scale"]["domain"]
     assert names == ["single = naive = ... = fsdp, 4 equal", *others]
-    styles = told_apart(names)
+    styles = distinguished(names)
     assert len({(colour, *dash) for colour, dash in styles}) == 4
     assert styles[1][0] == styles[2][0] != styles[3][0]  # relatives share their colour
 

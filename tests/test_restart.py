@@ -188,7 +188,12 @@ def test_memory_has_a_copy_of_what_the_disk_is_still_writing() -> None:
     """Else a rank that is lost meanwhile would cost the steps since the copy before."""
     saved: list[tuple[str, int]] = []
     saving: Any = Saving.__new__(Saving)
-    saving.asked, saving.strategy, saving.tell, saving.course = Checkpoint(every=4, in_memory=2), None, MagicMock(), {}
+    saving.asked, saving.strategy, saving.logger, saving.course = (
+        Checkpoint(every=4, in_memory=2),
+        None,
+        MagicMock(),
+        {},
+    )
     saving.best, saving._due, saving.saved_at = Best(), False, -1
     saving.disk, saving.memory = Place("disk", saved), Place("memory", saved)
     for step in range(1, 9):
@@ -196,4 +201,4 @@ def test_memory_has_a_copy_of_what_the_disk_is_still_writing() -> None:
     assert saved == [("memory", 2), ("memory", 4), ("disk", 4), ("memory", 6), ("memory", 8), ("disk", 8)]
     saving.disk.problem = "step 8 was not saved"
     saving.save(9, wait=True)  # would overwrite it
-    saving.tell.warn.assert_called_once_with("step 8 was not saved; training goes on")
+    saving.logger.warn.assert_called_once_with("step 8 was not saved; training goes on")

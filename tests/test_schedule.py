@@ -90,7 +90,7 @@ def test_a_schedule_that_deadlocks_is_found_out() -> None:
         [Instruction("forward"), Instruction("receive_gradient"), Instruction("send_activation")],
         [Instruction("receive_activation"), Instruction("forward"), Instruction("send_gradient")],
     ]
-    with pytest.raises(UserError, match="rank 0 waits for ever at receive_gradient 0"):
+    with pytest.raises(UserError, match="rank 0 waits forever at receive_gradient 0"):
         timetable(backwards_first, placement_of("1f1b", 2))
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ SMALL = CNN(channels=(8,), hidden=16)
 
 
 def short(**changes: Any) -> Config:
-    settings: dict[str, Any] = {"epochs": 1, "batch_size": 100, "lr": 0.05, "log_every": 1, "steps": 6, **changes}
+    settings: dict[str, Any] = {"epochs": 1, "batch_size": 100, "lr": 0.2, "log_every": 1, "steps": 6, **changes}
     return Config(model=SMALL, train=Train(**settings))
 
 
@@ -143,7 +144,7 @@ def nan_on_one_rank(world: World) -> dict[str, Any]:
         moved = any(not torch.equal(t, before[n]) for n, t in strategy.full_state_dict().items())
         with Reads() as reads:
             strategy.step(good)
-        if name == "single":  # with others, hosts read what they tell each other
+        if name == "single":  # with others, hosts read what they exchange
             assert bool(reads.count) != left_to_device
         found[f"{name} {optimizer}"] = (result.skipped, kept, where, after.skipped, moved and after.loss == after.loss)
     return found
@@ -208,7 +209,7 @@ def test_lower_precision_stays_close(runs: list[dict[str, Any]], precision: str,
 
 def test_approximate_strategies_learn(runs: list[dict[str, Any]]) -> None:
     for name in VARIANTS:
-        assert name not in runs[0] or runs[0][name][-1] < runs[0][name][0]
+        assert name not in runs[0] or mean(runs[0][name][4:]) < mean(runs[0][name][:2])  # each step has another batch
 
 
 def test_all_ranks_report_one_loss(runs: list[dict[str, Any]]) -> None:

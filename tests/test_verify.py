@@ -227,7 +227,7 @@ class OwnModel(Scenario):
 
     make: type[nn.Module] = nn.Module
 
-    def build(self, seed: int) -> nn.Module:
+    def unbuilt(self, seed: int) -> nn.Module:
         with seeded(seed):
             return self.make()
 

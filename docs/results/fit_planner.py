@@ -14,16 +14,16 @@ from statistics import mean
 
 import numpy as np
 
-from lockstep.plan.constants import Constants, fitted, told
+from lockstep.plan.constants import Constants, entries, fitted
 from lockstep.plan.fit import errors, fit, is_held_out, usable
 from lockstep.plan.published import Row, read_rows
 
-FREE = [name for name, entry in told().items() if entry["from"] == "fitted to step times"]
+FREE = [name for name, entry in entries().items() if entry["from"] == "fitted to step times"]
 
 
 def centre() -> Constants:
     """Where the search begins, and what it is held near: what one would have said without these rows."""
-    return fitted().changed(**{name: float(told()[name]["before"]) for name in FREE})
+    return fitted().changed(**{name: float(entries()[name]["before"]) for name in FREE})
 
 
 def show(rows: list[Row], found: np.ndarray) -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     if given.without_sources:
         for source in dict.fromkeys(row.source for row in rows):
             seen, unseen = [r for r in rows if r.source != source], [r for r in rows if r.source == source]
-            found = fit(seen, start, FREE, start, given.rounds, told=lambda _: None, workers=given.workers)
+            found = fit(seen, start, FREE, start, given.rounds, report=lambda _: None, workers=given.workers)
             show(unseen, errors(unseen, found))
     if given.out is not None:
         found = fit(rows, start, FREE, start, given.rounds, workers=given.workers)

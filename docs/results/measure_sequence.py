@@ -14,7 +14,7 @@ from lockstep import tensor_parallel
 from lockstep.comm.hosts import hosts_meet
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
-from lockstep.models.gpt import Block, Positions, Shape
+from lockstep.models.gpt import Positions, Shape, TransformerBlock
 from lockstep.parallel.tensor import parallel_products
 
 PLAN = {"0": "vocab", "*.qkv": "column", "*.output": "row", "*.up": "column", "*.down": "row"}
@@ -25,7 +25,9 @@ def measure(world: World, width: int, tokens: int, rows: int, rounds: int) -> di
     torch.manual_seed(0)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     shape = Shape(width, 1, width // 64, width // 64, tokens, 256)
-    row = nn.Sequential(nn.Embedding(256, width), Block(shape, Positions()), Block(shape, Positions()))
+    row = nn.Sequential(
+        nn.Embedding(256, width), TransformerBlock(shape, Positions()), TransformerBlock(shape, Positions())
+    )
     model: nn.Module = tensor_parallel(row, PLAN, sequence_parallel=True).to(world.device, dtype)
     x = torch.randint(256, (rows, tokens), device=world.device)
     ways = {"one message at a time": lambda x: (x,), "in halves": TOGETHER}

@@ -11,7 +11,7 @@ EVERY = 10.0
 
 
 class Bar(Progress):
-    """As rich's; where its output goes to a file or a pipe, it tells on stderr how far it is."""
+    """As rich's; where its output goes to a file or a pipe, it prints its progress to stderr."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         super().__init__(*columns, **options)

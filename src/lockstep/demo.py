@@ -72,10 +72,10 @@ class Trainee:
         self.losses.append(result.loss)
 
     def end(self) -> tuple[DemoRow, dict[str, Tensor]]:
-        """The row, and the weights that training has come to."""
+        """The row, and the weights after training."""
         self.strategy.finish()
         found = evaluate(self.strategy, self.dataset.test)
-        assert found is not None, "nobody asks a demo to stop"
+        assert found is not None, "a demo is never asked to stop"
         times = self.timing.step_s
         middle = median_step(all_gather_objects(times) if self.world.size > 1 else [times])
         self.timing.timelines = [self.timelines[middle]]

@@ -1,4 +1,4 @@
-"""A stranger's files: read without waiting for ever, without filling the memory, and without reaching the terminal as
+"""A stranger's files: read without blocking, without filling the memory, and without reaching the terminal as
 anything but text.
 """
 

@@ -10,8 +10,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """As `torch.compiler.disable`, which imports the compiler: 2 seconds of every start, of every rank, that nobody
-    needs who does not compile. So that is done when somebody does.
+    """As `torch.compiler.disable`, which imports the compiler: 2 seconds of every start, of every rank, which a run
+    that compiles nothing does not need. So the compiler is imported by the first that compiles.
     """
     disabled: list[Callable[..., Any]] = []
 

@@ -2,7 +2,7 @@
 
 A rank begins with its share of the cores, and what multiplies its matrices may hold on to that: ARM's Compute Library
 keeps the threads that it found first, whatever `torch.set_num_threads` says later. So what one process could do with
-all cores of the machine is told by a process that begins with all of them. It sleeps until it is called.
+all cores of the machine is measured by a process that begins with all of them. It sleeps until it is called.
 """
 
 import multiprocessing
@@ -65,7 +65,7 @@ def _serve(pipe: Connection, parent: int, cores: set[int], make: Callable[..., A
         try:
             method, arguments = pipe.recv()
         except EOFError:
-            return  # nobody will call any more
+            return  # there will be no more calls
         pipe.send(_tried(getattr(held, method), arguments))
 
 

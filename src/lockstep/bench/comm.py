@@ -111,7 +111,7 @@ def bench_comm(
 ) -> list[Row]:
     """Measure each collective by each candidate at each size; every rank returns the same rows.
 
-    `so_far` is told of the rows that there are after each size.
+    `so_far` is called with the rows that there are after each size.
     """
     if world.size < 2:
         raise UserError("bench comm measures what goes between ranks: it needs --nproc 2 or more")
@@ -132,7 +132,7 @@ def make_groups(world: World, backends: list[str]) -> dict[str, dist.ProcessGrou
         check_backend(backend, world.device, "--against")
     groups = {b: None if b == world.backend else dist.new_group(backend=b) for b in backends}
     for group in groups.values():
-        barrier(group)  # NCCL's first call must be everybody's, not a pair's
+        barrier(group)  # NCCL's first call must be of all ranks, not of a pair
     return groups
 
 

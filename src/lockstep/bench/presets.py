@@ -40,7 +40,7 @@ class Preset:
     columns: dict[str, str] = field(default_factory=dict)
     """What its CSV begins with, under the names that others know -> our column."""
     csv: str | None = None
-    """Where its CSV goes unless told otherwise."""
+    """Where its CSV goes by default."""
     reading: Callable[[list[Timing]], list[str]] = lambda timings: []
     """What the numbers say to the preset's question, in sentences."""
 

@@ -20,7 +20,7 @@ from lockstep.data import Batch, DataSet, DataSpec, read_share
 from lockstep.errors import UserError
 from lockstep.launch.cores import own_cores
 from lockstep.layout.world import World
-from lockstep.measure.expected import meeting_cycle, named_config, theory_of
+from lockstep.measure.expected import averaging_cycle, named_config, theory_of
 from lockstep.measure.memory import Memory
 from lockstep.measure.peak import peak_flops
 from lockstep.measure.steps import MEMORY_STEPS, full_batches, memory_of_steps, timed_step
@@ -153,7 +153,7 @@ class Runner:
     def result(self) -> Timing:
         """Of all ranks; every rank must call it."""
         everyone = all_gather_objects(self.timing)
-        cycle = meeting_cycle(named_config(self.case.config, self.case.strategy))
+        cycle = averaging_cycle(named_config(self.case.config, self.case.strategy))
         merged = merge_ranks([timing for timing in everyone if timing is not None], cycle)
         if merged.skipped:
             raise UserError(
@@ -166,7 +166,7 @@ class Runner:
 
 def first_batches(case: Case, dataset: DataSet, strategy: ParallelModel) -> Iterator[Batch]:
     """A rank's share of the first batches: some, and all of a cycle."""
-    count = max(MEMORY_STEPS, meeting_cycle(named_config(case.config, case.strategy)))
+    count = max(MEMORY_STEPS, averaging_cycle(named_config(case.config, case.strategy)))
     for indices in islice(cycle(full_batches(case.config, dataset)), count):
         yield read_share(dataset.train, indices, strategy.batch_share())
 

@@ -55,7 +55,7 @@ class Sweep:
     dtype: str = "float"
     op: str = "sum"
     delay: float = 0.0
-    """Seconds by which the wire holds back every message of the algorithms by hand: a check of the benchmark itself."""
+    """Seconds by which the wire delays every message of the algorithms by hand: a check of the benchmark itself."""
 
 
 @dataclass(frozen=True)

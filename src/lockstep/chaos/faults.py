@@ -1,7 +1,7 @@
-"""The faults: what each does, what it must be called when it is told, and what must come of it.
+"""The faults: what each does, what the message must name, and what must result.
 
 Some are done to a run from outside (a signal, a damaged file); the others are done by a rank to itself, in the midst of
-a step or of a save (`inside.py`), because nobody outside could meet that moment.
+a step or of a save (`inside.py`), because no process outside could hit that moment.
 """
 
 import signal
@@ -33,14 +33,14 @@ class Fault:
     """Of two nodes, which torchrun has started."""
     damage: str = ""
     """To the newest checkpoint, when the rank has been killed."""
-    told: str = ""
+    reported: str = ""
     """What the run that goes on must say."""
 
 
 KILLED = r"rank \d failed first \(exit code -9\): it was ended by SIGKILL"
 PASSED_OVER = "damaged, passed over"
 SAVING = ("folder made", "files written", "manifest written", "renamed", "pointed to")
-"""The moments of a save in which a kill may meet it."""
+"""The moments of a save at which a kill may hit."""
 
 ALL: tuple[Fault, ...] = (
     Fault("kill-rank", "kill -9 of a rank", KILLED, signal=signal.SIGKILL),
@@ -71,7 +71,7 @@ ALL: tuple[Fault, ...] = (
         for i, moment in enumerate(SAVING, start=1)
     ),
     *(
-        Fault(name, what, KILLED, signal=signal.SIGKILL, damage=how, told=PASSED_OVER)
+        Fault(name, what, KILLED, signal=signal.SIGKILL, damage=how, reported=PASSED_OVER)
         for name, what, how in (
             ("truncated", "the newest checkpoint cut short", "cut"),
             ("flipped", "one bit of it flipped", "flip"),

@@ -45,7 +45,7 @@ def train_with_fault(
 
 
 def note(folder: Path) -> None:
-    """When it was done, by the machine's clock that nobody sets."""
+    """When it was done, by the machine's monotonic clock."""
     (folder / INJECTED).write_text(repr(time.monotonic()))
 
 

@@ -35,7 +35,7 @@ def kill_agent(train: list[str], run: Path, step: int, folder: Path) -> Iterator
     agents: list[Command] = []
     try:
         agents.append(Command(agent, **environment()))
-        until("the first agent", lambda: listens(port))  # the one that the others meet at
+        until("the first agent", lambda: listens(port))  # the one that hosts the rendezvous
         agents.append(Command(agent, **environment()))
         until(f"step {step}", lambda: step_in_progress(run) >= step)
         os.kill(agents[1].process.pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ class Network:
 
 
 def check_partition() -> None:
-    """Whether this machine lets us join two networks, which only a try can tell."""
+    """Whether this machine lets us join two networks, which only a trial shows."""
     check_possible(parse_link(LINK))
     nodes: list[Node] = []
     try:
@@ -112,14 +112,14 @@ def partition(train: list[str], run: Path, step: int, folder: Path) -> tuple[flo
         until(f"step {step}", lambda: step_in_progress(run) >= step)
         network.cut()
         hit = time.monotonic()
-        told: dict[int, float] = {}
-        while len(told) < 2:
+        reported: dict[int, float] = {}
+        while len(reported) < 2:
             for number, said in enumerate(network.output()):
-                if number not in told and "the ranks hung" in said:
-                    told[number] = time.monotonic() - hit
+                if number not in reported and "the ranks hung" in said:
+                    reported[number] = time.monotonic() - hit
             if time.monotonic() - hit > LIMIT:
-                raise TimeoutError(f"only {len(told)} of 2 nodes said that the ranks hung, within {LIMIT:.0f} s")
+                raise TimeoutError(f"only {len(reported)} of 2 nodes said that the ranks hung, within {LIMIT:.0f} s")
             time.sleep(0.05)
-        return hit, list(told.values()), "\n".join(network.output())
+        return hit, list(reported.values()), "\n".join(network.output())
     finally:
         network.end()

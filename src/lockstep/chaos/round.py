@@ -69,7 +69,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @cache
 def undisturbed(setting: Setting) -> dict[str, torch.Tensor]:
-    """What every round should come to."""
+    """What every round should result in."""
     run = setting.folder / f"undisturbed-{setting.nproc}"
     victim = victim_of(setting, run, "none", 0, 0)
     if victim.wait(LIMIT) != 0:
@@ -90,8 +90,8 @@ def play(setting: Setting, fault: Fault, number: int, step: int, rank: int, expe
         expected = undisturbed(replace(setting, nproc=2))
     else:
         _play_here(setting, fault, run, step, rank, result)
-    if fault.told not in result.output:
-        result.problem = result.problem or f"nothing said {fault.told!r}"
+    if fault.reported not in result.output:
+        result.problem = result.problem or f"nothing said {fault.reported!r}"
     if not result.problem:
         restarts = [record for record in read_metrics(run) if record["kind"] == "restart"]
         result.lost = sum(int(record["lost"]) for record in restarts)
@@ -111,8 +111,8 @@ def _play_here(setting: Setting, fault: Fault, run: Path, step: int, rank: int, 
             victim = victim_of(setting, run, "none", 0, 0, "auto")
         result.resumed = _goes_on(run, hit, fault)
         ended(result, victim.wait(LIMIT))
-        told = victim.said(fault.named)  # a launcher that was killed says nothing; its successor goes on
-        result.named = None if told is None else told - hit
+        seen = victim.said(fault.named)  # a launcher that was killed says nothing; its successor goes on
+        result.named = None if seen is None else seen - hit
     except TimeoutError as late:
         victim.process.kill()
         victim.wait(1)
@@ -130,8 +130,8 @@ def _play_on_nodes(setting: Setting, fault: Fault, run: Path, step: int, result:
                     result.resumed = _goes_on(run, hit, fault)
                     ended(result, first.wait(LIMIT))
                 finally:
-                    told = first.said(fault.named)
-                    result.named, result.output = None if told is None else told - hit, first.output
+                    seen = first.said(fault.named)
+                    result.named, result.output = None if seen is None else seen - hit, first.output
             return
         hit, told_after, result.output = nodes.partition(train, run, step, setting.folder)
         result.named = max(told_after)
@@ -164,7 +164,7 @@ def _disturb(victim: Command, run: Path, fault: Fault, step: int, rank: int) -> 
     pid = victim.process.pid if fault.name == "kill-launcher" else status.ranks[rank][1]
     os.kill(pid, fault.signal)
     hit = time.monotonic()
-    if fault.damage:  # when nobody saves any more, and nobody reads yet
+    if fault.damage:  # when saving is over and reading has not begun
         until("the ranks' end", lambda: not any(psutil.pid_exists(pid) for _, pid in status.ranks))
         _damage(_whole(run)[-1], fault.damage)
     return hit
@@ -196,7 +196,7 @@ def _injected(run: Path) -> float:
 
 
 def _taken_port(setting: Setting, fault: Fault, result: Round) -> None:
-    """Ranks that somebody starts one by one, at a port that another program has."""
+    """Ranks that are started one by one, at a port that another program has."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         named = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

@@ -12,8 +12,8 @@ How it is saved, so that no crash leaves a half one:
 2. beside training, the ranks write their files into `.step-00000120.part`, and to the disk itself (fsync)
 3. the first rank writes the manifest, renames the folder, then points `latest` to it, and only then removes old ones
 
-Whoever is killed before the rename leaves a `.part`, which the next run removes. A full disk is an error of step 2: the
-`.part` is removed, a warning printed, and training goes on.
+A rank that is killed before the rename leaves a `.part`, which the next run removes. A full disk is an error of step 2:
+the `.part` is removed, a warning printed, and training goes on.
 """
 
 import json
@@ -37,11 +37,11 @@ from torch import Tensor
 from lockstep.checkpoint import manifest
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.errors import UserError
-from lockstep.launch.calls import PATIENT
+from lockstep.launch.calls import LONG
 from lockstep.layout import Held
 from lockstep.layout.world import World
 from lockstep.strategies.loss_scale import LossScale
-from lockstep.strategies.state import State
+from lockstep.strategies.state import EngineState
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in the run's folder."""
@@ -59,7 +59,7 @@ SLOWEST_DISK = 20e6
 """Bytes per second. Ranks write at the speed of their disks, and wait for each other that much longer."""
 
 
-def patience(world: World, parameters: int) -> timedelta:
+def saving_timeout(world: World, parameters: int) -> timedelta:
     """How long ranks wait for one another in a save: what `--timeout` says, and the time that writing may take."""
     return timedelta(seconds=world.timeout + parameters * BYTES_PER_PARAMETER / SLOWEST_DISK)
 
@@ -68,7 +68,7 @@ class Saved(Protocol):
     """What is saved and loaded: a strategy, or a loop of the user's own."""
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> EngineState: ...
     @property
     def loss_scale(self) -> LossScale | None: ...
 
@@ -89,13 +89,13 @@ class Checkpoints:
         self.world, self.folder, self.keep_last, self.asynchronous = world, folder, keep_last, asynchronous
         # A group of its own: writing goes on beside training, and must not come between training's collectives.
         self.group = group or (
-            dist.new_group(backend="gloo", timeout=patience(world, parameters), group_desc=f"{PATIENT}checkpoints")
+            dist.new_group(backend="gloo", timeout=saving_timeout(world, parameters), group_desc=f"{LONG}checkpoints")
             if world.size > 1
             else None
         )
         self._saving: threading.Thread | None = None
         self.problem: str | None = None
-        """Why the last save failed, until somebody has been told."""
+        """Why the last save failed, until it has been reported."""
         self.failed: str | None = None
         """Why the newest save of all failed; None if it is on the disk."""
 
@@ -276,7 +276,7 @@ class Checkpoints:
         return None, damage
 
     def find(self, one: Path | None = None) -> tuple[Path | None, list[str]]:
-        """The newest whole one, or the one that was named if it is whole; looked for by the first rank, told to all."""
+        """The newest whole one, or the one that was named if it is whole; found by the first rank, broadcast to all."""
         found: list[tuple[Path | None, list[str]]] = [(None, [])]
         if self.world.is_main:
             found = [self.newest_whole([one] if one is not None else None)]

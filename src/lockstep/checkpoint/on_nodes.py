@@ -8,8 +8,8 @@ No folder is common to the nodes. Saving, beside training:
 
 Loading, after some of the nodes have been lost or replaced:
 
-1. the nodes tell one another which files of which step they hold whole; the newest step whose files are all held by
-   somebody is taken, and its lists go to the nodes that are new
+1. the nodes exchange which files of which step they hold complete; the newest step whose files are all held by
+   some node is taken, and its lists go to the nodes that are new
 2. every rank says which files its part of the model lies in, and what its node lacks is sent by a node that has it
 """
 
@@ -74,7 +74,7 @@ class CheckpointsOnNodes(Checkpoints):
     # ---- loading ---------------------------------------------------------------------------------------------
 
     def find(self, one: Path | None = None) -> tuple[Path | None, list[str]]:
-        """The newest step that the nodes have together; every rank comes to the same answer."""
+        """The newest step that the nodes have together; every rank gets the same answer."""
         mine = {f.name: _whole_files(f) for f in self.all()} if self.publishes else {}
         everyone = self._gather(mine)
         damage = []

@@ -1,4 +1,4 @@
-"""`lockstep.save` and `lockstep.load`: the state of anybody's own loop, under any of the wrappers, whole or not at all.
+"""`lockstep.save` and `lockstep.load`: the state of a user's loop, under any of the wrappers, complete or not at all.
 
 What a rank holds of the model and of the optimizer's state is said by regions (`layout/region.py`), so what one wrapper
 has saved at some number of ranks any other loads at another.

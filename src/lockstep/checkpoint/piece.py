@@ -1,8 +1,8 @@
 """A region of a tensor in the form in which torch.distributed.checkpoint takes it, and gives it back.
 
 A checkpoint knows nothing of who held what: every tensor in it has its whole shape, and is made of boxes (an offset and
-a size in each dimension), which is what a region is. Whoever loads asks for the boxes that it needs, in whatever layout
-it has by then.
+a size in each dimension), which is what a region is. A rank that loads asks for the boxes that it needs, in whatever
+layout it has by then.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorPiece(torch.Tensor):
-    """A tensor to whoever plans a checkpoint, and a description to everybody else: one cannot compute with it."""
+    """A tensor to DCP's planner, and only a description to all other code: one cannot compute with it."""
 
     @staticmethod
     def __new__(cls, held: Held, to_save: bool = False) -> "TensorPiece":

@@ -71,7 +71,7 @@ state) would be read into that copy and lost, and whole numbers that are keys wo
 
 
 class SafeReader(FileSystemReader):
-    """Reads what FileSystemWriter wrote, and runs nothing that somebody else may have written."""
+    """Reads what FileSystemWriter wrote, and runs nothing that a stranger may have written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(Path(self.path))

@@ -14,7 +14,7 @@ from lockstep.config import (
     Metrics,
     Model,
     Parallel,
-    Plan,
+    Planned,
     Train,
     check_ranges,
 )
@@ -60,7 +60,7 @@ class RunArguments:
     lora: Lora = field(default_factory=Lora)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
-    plan: Plan = field(default_factory=Plan)
+    plan: Planned = field(default_factory=Planned)
 
     def config(self) -> Config:
         config = Config(**{section.name: getattr(self, section.name) for section in fields(Config)})

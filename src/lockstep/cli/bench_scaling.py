@@ -138,7 +138,7 @@ def print_scaling(found: list[Point], first: Timing, lines: list[str]) -> None:
             str(p.ranks),
             str(p.batch_size),
             f"{p.step_ms:.1f}",
-            "-" if isnan(p.low95_ms) else f"{p.low95_ms:.1f} - {p.high95_ms:.1f}",  # too few steps to tell
+            "-" if isnan(p.low95_ms) else f"{p.low95_ms:.1f} - {p.high95_ms:.1f}",  # too few steps for an interval
             f"{p.samples_per_s:,.1f}",
             f"{p.speedup:.2f}",
             f"{p.efficiency:.0%}",

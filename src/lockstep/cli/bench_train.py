@@ -138,7 +138,7 @@ def check_preset(preset: Preset, config: Config, argv: list[str]) -> None:
 
 
 def settled(arguments: BenchTrainArguments, preset: Preset, config: Config, argv: list[str]) -> Config:
-    """With what only this machine can tell: which GPT fits, if none was asked for."""
+    """With what depends on this machine: which GPT fits, if none was asked for."""
     asked = any(word.startswith(("--model.size", "--model.d", "--model.layers", "--model.width")) for word in argv)
     if not preset.is_large or asked or config.model != preset.config.model:
         return config

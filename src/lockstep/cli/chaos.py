@@ -27,7 +27,7 @@ NAMED, RESUMED = 2.0, 15.0
 
 @dataclass
 class ChaosArguments:
-    """Inject faults into real runs of a config, lockstep chaos CONFIG, and tell what came of each: how soon it was
+    """Inject faults into real runs of a config, lockstep chaos CONFIG, and report the outcome of each: how soon it was
     named, how soon the run went on, how many steps were lost, whether the weights at the end are bit for bit those of
     an undisturbed run, and what was left behind. The exit status is 1 where something is not as it should be.
 

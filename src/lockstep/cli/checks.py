@@ -59,7 +59,7 @@ def check_model(config: Config) -> None:
     """
     built = on_meta(config.model, spec_without_data(config))
     check_cuts(built, config.parallel, config.train.accumulation)
-    tell_of_blocks(built, config.parallel)
+    note_missing_blocks(built, config.parallel)
     parameters = parameter_count(built)
     room = psutil.virtual_memory().total
     if parameters * 4 > LARGEST * room:
@@ -69,7 +69,7 @@ def check_model(config: Config) -> None:
         )
 
 
-def tell_of_blocks(model: nn.Module, parallel: Parallel) -> None:
+def note_missing_blocks(model: nn.Module, parallel: Parallel) -> None:
     """Sharded parameters are gathered block by block; a model in one piece is gathered whole, which saves little."""
     divides_parameters = STRATEGIES[parallel.data].facts(parallel).divides[0]
     if divides_parameters and not blocks_of(model) and os.environ.get("RANK", "0") == "0":

@@ -117,5 +117,5 @@ def model_flags(arguments: ChooseArguments, context: int) -> tuple[str, str]:
 def asked(question: str, flag: str, example: str) -> str:
     """On a terminal; elsewhere a missing flag is a mistake."""
     if not sys.stdin.isatty():
-        raise UserError(f"{flag} is missing, and there is nobody to ask; give it, as {flag} {example}")
+        raise UserError(f"{flag} is missing, and there is no terminal to ask at; give it, as {flag} {example}")
     return input(question).strip() or example

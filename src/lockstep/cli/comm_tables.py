@@ -115,7 +115,7 @@ def show_fit(screen: Console, result: Result) -> None:
     screen.print(
         f"On the busiest rank: {1e6 * prices.message:.1f} us per message, {1e12 * prices.byte_sent:.0f} us/MB sent, "
         f"{1e12 * prices.byte_added:.0f} us/MB added. On any rank: {1e6 * prices.any_message:.1f} us per message, "
-        f"{1e12 * prices.any_byte:.0f} us/MB (0: these measurements do not tell it from the others).\n"
+        f"{1e12 * prices.any_byte:.0f} us/MB (0: these measurements do not separate it from the others).\n"
         f"Error {errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at most."
     )
     for nbytes in dict.fromkeys(p.nbytes for p in predictions):

@@ -41,7 +41,7 @@ class DoctorArguments:
     trial: bool = True
     """Start two ranks on each backend."""
     master: str | None = None
-    """host:port where ranks of several machines are to meet: does it resolve, is the port free?"""
+    """host:port of the rendezvous of several machines: does it resolve, is the port free?"""
     nodes: tuple[str, ...] = ()
     """Ask these nodes, by ssh, and show first what differs between them. Under srun and torchrun every node of the job
     is asked."""

@@ -100,7 +100,7 @@ def write(world: World, arguments: GenerateArguments, source: str) -> tuple[list
     if spec.classes < 256:
         raise UserError(f"{source} was trained on tokens that are no text (data.name {config.data.name})")
     model = model.to(world.device).eval()
-    check_tensor(model, world.size, sequence=False)  # under torchrun or srun nobody has
+    check_tensor(model, world.size, sequence=False)  # under torchrun or srun no launcher has
     if arguments.engine == "deepspeed":
         model = through_deepspeed(model)
     elif world.size > 1:

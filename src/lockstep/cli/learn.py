@@ -209,7 +209,7 @@ def solution(course: Course, lesson: Lesson) -> int:
 
 
 def refuse_before(course: Course, lesson: Lesson, verb: str) -> None:
-    """Whoever wants to see it has seen all hints first."""
+    """The solution is shown after all hints."""
     if not course.has_passed_before(lesson) and course.hints.get(lesson.slug, 0) < len(lesson.manifest.hints):
         left = len(lesson.manifest.hints) - course.hints.get(lesson.slug, 0)
         raise UserError(

@@ -8,17 +8,16 @@ from lockstep.cli.flags import config_from
 from lockstep.cli.parsing import check_output, parse
 from lockstep.cli.plan_tables import as_row, show
 from lockstep.cli.tables import write_rows
-from lockstep.config import GPT, Config, Model, ResNet, check_ranges, save_config
-from lockstep.config import Plan as Planned
+from lockstep.config import GPT, Config, Model, Planned, ResNet, check_ranges, save_config
 from lockstep.config.gpt import SIZES
 from lockstep.config.shipped import is_config
 from lockstep.errors import UserError
 from lockstep.plan.describe import network_of_gpt, network_of_hf
 from lockstep.plan.known import KNOWN, known_model
-from lockstep.plan.layout import Layout
+from lockstep.plan.layout import PlanLayout
 from lockstep.plan.machine import Cluster, parse_cluster
 from lockstep.plan.network import Network
-from lockstep.plan.search import FIXABLE, WORKED_OUT, Answer, Plan, Question, search
+from lockstep.plan.search import FIXABLE, WORKED_OUT, Answer, Question, ScoredLayout, search
 from lockstep.plan.software import COMPILED, OURS
 
 SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -256,7 +255,7 @@ def train_command(cluster: Cluster, config: str) -> str:
     return f"torchrun {nodes} -m lockstep train {config}"
 
 
-def not_run(layout: Layout) -> str | None:
+def not_run(layout: PlanLayout) -> str | None:
     """Why `lockstep train` does not run it; None: it does."""
     if layout.ep > 1:
         return f"{layout} spreads experts"
@@ -265,11 +264,11 @@ def not_run(layout: Layout) -> str | None:
     return None
 
 
-def as_config(config: Config, plan: Plan) -> Config:
+def as_config(config: Config, plan: ScoredLayout) -> Config:
     """What `lockstep train` runs."""
     from lockstep.strategies.table import hybrid_strategy, strategy_dividing  # torch
 
-    layout: Layout = plan.layout
+    layout: PlanLayout = plan.layout
     cuts_model = max(layout.tp, layout.pp, layout.cp) > 1
     engine = strategy_dividing(layout.zero, cuts_model) if layout.dp * layout.cp > 1 else "single"
     parallel = replace(

@@ -5,7 +5,7 @@ from typing import Any
 from lockstep.cli.tables import console, new_table
 from lockstep.plan.explain import explained, warnings
 from lockstep.plan.memory import GIB
-from lockstep.plan.search import Answer, Plan, Question, judge, least_gpus, neighbours
+from lockstep.plan.search import Answer, Question, ScoredLayout, judge, least_gpus, neighbours
 from lockstep.words import counted, duration, three_figures
 
 
@@ -93,7 +93,7 @@ def nothing_fits(screen: Any, answer: Answer) -> None:
         )
 
 
-def show_neighbours(screen: Any, question: Question, best: Plan) -> None:
+def show_neighbours(screen: Any, question: Question, best: ScoredLayout) -> None:
     table = new_table("one step away from the best", ("change",), ("step", "of the\nbest", "GiB"), ("",))
     for words, found in neighbours(question, best):
         if isinstance(found, str):
@@ -104,7 +104,7 @@ def show_neighbours(screen: Any, question: Question, best: Plan) -> None:
     screen.print(table)
 
 
-def show_terms(screen: Any, best: Plan) -> None:
+def show_terms(screen: Any, best: ScoredLayout) -> None:
     table = new_table(f"every term of {best.layout}", ("term",), ("number",), ("formula", "stands in"))
     for row in explained(best):
         table.add_row(*row)
@@ -112,7 +112,7 @@ def show_terms(screen: Any, best: Plan) -> None:
     screen.print("constants: plan/constants.yaml, each with what it stands for; docs/planning.md", highlight=False)
 
 
-def as_row(plan: Plan) -> dict[str, Any]:
+def as_row(plan: ScoredLayout) -> dict[str, Any]:
     return {
         **plan.figures(),
         **{f"{name}_s": seconds for name, seconds in plan.time.terms.items()},

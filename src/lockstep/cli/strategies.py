@@ -59,8 +59,8 @@ def main(argv: list[str]) -> int:
     config = Config(model=model, data=Data(name="synthetic"), train=Train(batch_size=arguments.batch_size))
     out = console()
     out.print(f"[bold]{model.name}[/], Ψ = {psi:,} parameters in fp32 with Adam, n = {ranks} ranks")
-    told = ("sends, by formula", "what it does, what it cuts")
-    table = new_table("", ("strategy",), ("holds\nMiB/rank", "sends\nMB/step"), told)
+    headings = ("sends, by formula", "what it does, what it cuts")
+    table = new_table("", ("strategy",), ("holds\nMiB/rank", "sends\nMB/step"), headings)
     for name in available_strategies():
         add_row(table, name, config, spec, psi, ranks)
     for name, (cut, formula) in AXES.items():
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     out.print(
         "holds: parameters, gradients and Adam's two moments; 16 bytes per element where nothing is divided.\n"
         "Ψ: trained elements, 4 bytes each. A: a block's input. KV, Q: keys and values, queries of a rank.\n"
-        "K: steps between meetings; c copies of s ranks. A dash: it depends on more than this, or is not counted."
+        "K: steps between averages; c copies of s ranks. A dash: it depends on more than this, or is not counted."
     )
     return 0
 

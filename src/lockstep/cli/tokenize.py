@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
     total = sum(file.stat().st_size for file in files)
     with Bar() as progress:
         task = progress.add_task("tokenizing", total=total)
-        told = lambda read: progress.advance(task, read)  # noqa: E731
-        about = write_tokens(files, Path(arguments.out), arguments.tokenizer, arguments.test_share, told)
+        advance = lambda read: progress.advance(task, read)  # noqa: E731
+        about = write_tokens(files, Path(arguments.out), arguments.tokenizer, arguments.test_share, advance)
     print(
         f"{about.count:,} tokens ({about.dtype}, vocabulary {about.vocabulary:,}) of {total / 1e6:,.1f} MB in "
         f"{len(files):,} files, in {arguments.out}/; train with --data.name tokens --data.path {arguments.out}"

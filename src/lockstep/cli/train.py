@@ -12,7 +12,7 @@ from lockstep.cli.arguments import RunArguments
 from lockstep.cli.checks import check_before_ranks, check_paths
 from lockstep.cli.flags import config_from, sections, without_flag
 from lockstep.cli.parsing import parse
-from lockstep.config import Config, Plan
+from lockstep.config import Config, Planned
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
 from lockstep.training.attempt import note_if_gone
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
             raise
         ranks = int(os.environ.get("WORLD_SIZE") or arguments.launch.nproc or 1)
         raise UserError("\n".join([str(mistake), *beyond(config, ranks, arguments.launch)])) from mistake
-    return told(result, argv, config.plan) if result.is_main else status_of(result)
+    return print_outcome(result, argv, config.plan) if result.is_main else status_of(result)
 
 
 def start_from_import(arguments: TrainArguments, config: Config) -> None:
@@ -122,7 +122,7 @@ def status_of(result: TrainResult) -> int:
     return 128 + (signal.SIGINT if result.stopped_by == "Ctrl-C" else signal.Signals[result.stopped_by])
 
 
-def told(result: TrainResult, argv: list[str], plan: Plan) -> int:
+def print_outcome(result: TrainResult, argv: list[str], plan: Planned) -> int:
     """Say how the run has ended and how to go on; the exit status is 0 only if all is there that it should leave."""
     taken = counted(result.steps - result.resumed_at, "step") + (
         f", up to {result.steps}," if result.resumed_at else ""
@@ -153,7 +153,7 @@ def to_go_on(result: TrainResult, argv: list[str]) -> str:
     return f"go on{until}: {started} train {shlex.join(command)} --resume {shlex.quote(str(result.folder))}"
 
 
-def beside_the_plan(result: TrainResult, plan: Plan) -> list[str]:
+def beside_the_plan(result: TrainResult, plan: Planned) -> list[str]:
     """What lockstep plan had predicted, where it wrote the config."""
     if plan.step_ms is None or not result.spent.steps:
         return []

@@ -131,14 +131,16 @@ def verdicts(timings: list[Timing]) -> list[str]:
     if not first.in_turns:
         return ["one by one, not in turns: how much of a difference is noise is not known"]
     if len(first.step_s) < FEWEST:
-        return [f"{len(first.step_s)} steps are too few to tell a difference from noise; take {FEWEST} or more"]
+        return [f"{len(first.step_s)} steps are too few to separate a difference from noise; take {FEWEST} or more"]
     for t in timings[1:]:
         if not same_work(t, first):
             continue
         ratio = t.ratio_to(first)
         if not ratio.is_sure:
             fewest = FEWEST * max(t.cycle, first.cycle)
-            lines.append(f"{t.label} meets every {t.cycle} steps: too few to tell a difference; take {fewest} or more")
+            lines.append(
+                f"{t.label} synchronizes every {t.cycle} steps: too few to see a difference; take {fewest} or more"
+            )
             continue
         if not ratio.differs_from_one:
             alike.append(t.label)

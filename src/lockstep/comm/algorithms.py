@@ -25,7 +25,7 @@ PIECE_BYTES = 1024 * 1024
 
 
 def naive(wire: Wire, flat: Tensor, combine: Combine) -> None:
-    """Everybody sends all to rank 0, which adds it up and sends it back. The root does all the work.
+    """Every rank sends all to rank 0, which adds it up and sends it back. The root does all the work.
 
     2(n-1)a + 2(n-1)S b + (n-1)S c
     """
@@ -109,7 +109,7 @@ def halving_doubling(wire: Wire, flat: Tensor, combine: Combine) -> None:
 def double_tree(wire: Wire, flat: Tensor, combine: Combine) -> None:
     """Two binary trees, each for one half of the tensor, and pieces that follow each other up and down.
 
-    A rank that is a leaf in one tree is inside the other (all but at most one rank), so that everybody sends about as
+    A rank that is a leaf in one tree is inside the other (all but at most one rank), so that every rank sends about as
     much as it receives, at a latency that grows with log2(n) only.
 
     2(log2(n) + pieces)a + 2S b + S c
@@ -141,7 +141,7 @@ def double_tree(wire: Wire, flat: Tensor, combine: Combine) -> None:
 
 
 def hierarchical(wire: Wire, flat: Tensor, combine: Combine) -> None:
-    """Add up inside each node, all-reduce between the nodes by a ring of their first ranks, tell the others.
+    """Add up inside each node, all-reduce between the nodes by a ring of their first ranks, broadcast inside each node.
 
     The slow links between nodes carry 2(m-1)/m S per node for m nodes of l ranks, however many ranks a node has.
 
@@ -160,7 +160,7 @@ def hierarchical(wire: Wire, flat: Tensor, combine: Combine) -> None:
 
 
 def ring_reduce_scatter(wire: Wire, chunks: Sequence[Tensor], combine: Combine) -> Tensor:
-    """Afterwards `chunks[rank]`, which is returned, is everybody's total; the other chunks are half-done sums.
+    """Afterwards `chunks[rank]`, which is returned, is the total over all ranks; the other chunks are half-done sums.
 
     (n-1)a + (n-1)/n S b + (n-1)/n S c. While one piece of a chunk is added, the next is in flight.
     """
@@ -181,7 +181,7 @@ def ring_reduce_scatter(wire: Wire, chunks: Sequence[Tensor], combine: Combine) 
 
 
 def ring_all_gather(wire: Wire, chunks: Sequence[Tensor]) -> None:
-    """Everybody has its own `chunks[rank]`; afterwards everybody has all.
+    """Every rank has its own `chunks[rank]`; afterwards every rank has all.
 
     (n-1)a + (n-1)/n S b
     """
@@ -196,7 +196,7 @@ def ring_all_gather(wire: Wire, chunks: Sequence[Tensor]) -> None:
 
 
 def tree_reduce(wire: Wire, flat: Tensor, combine: Combine) -> None:
-    """Rank 0's becomes everybody's total; the others' become half-done sums.  log2(n)(a + S b + S c)"""
+    """Rank 0's becomes the total over all ranks; the others' become half-done sums.  log2(n)(a + S b + S c)"""
     theirs, distance = torch.empty_like(flat), 1
     while distance < wire.size:
         if wire.rank & distance:
@@ -209,7 +209,7 @@ def tree_reduce(wire: Wire, flat: Tensor, combine: Combine) -> None:
 
 
 def tree_broadcast(wire: Wire, flat: Tensor) -> None:
-    """Everybody gets rank 0's: the ranks that have it double with each step.  log2(n)(a + S b)"""
+    """All ranks get rank 0's: the ranks that have it double with each step.  log2(n)(a + S b)"""
     distance = 1
     while distance < wire.size:
         distance *= 2

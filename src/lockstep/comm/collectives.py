@@ -73,8 +73,8 @@ def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) 
     """Have it written down when a collective of tensors on `device` is done: on the CPU by the transport's own thread.
 
     NCCL's future runs its callbacks at once, on a stream of their own that waits for the collective: there an event
-    tells when it was done. The collective's output then counts as used by that stream, and its memory is free again a
-    little later, so this is done only for whoever asks.
+    records when it was done. The collective's output then counts as used by that stream, and its memory is free again a
+    little later, so this is done only on request.
     """
     if isinstance(work, StreamWork):
         entry.ended = work.ended
@@ -91,7 +91,7 @@ def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) 
 
     try:
         future = work.get_future()
-    except RuntimeError:  # gloo's send and receive have none: the end is then seen by whoever waits
+    except RuntimeError:  # gloo's send and receive have none: the end is then seen by the thread that waits
         return
     future.add_done_callback(done)
 

@@ -4,7 +4,7 @@
          + what all ranks do together:                             messages, bytes
 
 each at a price. The second line is for ranks that share a machine: with more ranks than cores, or one memory for all,
-somebody else's message takes time too. The counts follow from the algorithms (`cost`); the prices are fitted to
+another rank's message takes time too. The counts follow from the algorithms (`cost`); the prices are fitted to
 measured times by least squares of the relative error, none below zero.
 """
 
@@ -163,6 +163,6 @@ def measure(wire: Wire, repeats: int = 5) -> Prices:
                     torch.cuda.synchronize(tensor.device)
                 times.append(time.perf_counter() - start)
             samples.append(Sample(name, wire.size, nbytes, float(np.median(times[1:])), wire.ranks_per_node))
-    told = torch.tensor(astuple(fit(samples)), dtype=torch.float64, device=wire.device)
-    tree_broadcast(wire, told)
-    return Prices(*told.tolist())
+    prices = torch.tensor(astuple(fit(samples)), dtype=torch.float64, device=wire.device)
+    tree_broadcast(wire, prices)
+    return Prices(*prices.tolist())

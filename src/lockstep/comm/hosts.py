@@ -1,4 +1,4 @@
-"""What the hosts of a group must know of each other, told from host to host, past their GPUs.
+"""What the hosts of a group must know of each other, sent from host to host, past their GPUs.
 
 A host is ahead of its GPU: it has issued the next kernels long before their turn comes. An answer that comes by NCCL
 would make it wait until the GPU has done all that stands before, and then the GPU would have nothing to do until the
@@ -14,7 +14,7 @@ from lockstep.layout.group import Group, GroupLike, group_of
 
 
 def flag_device(group: Group, device: torch.device) -> torch.device:
-    """Where ranks that compute on `device` keep what they tell each other: with their hosts, unless somebody else made
+    """Where ranks that compute on `device` keep what they send each other: on their hosts, unless a caller made
     the group, and made it for GPUs only.
     """
     only_gpus = group.process_group is not None and "cpu:" not in dist.get_backend_config(group.process_group)

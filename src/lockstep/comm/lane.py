@@ -74,8 +74,8 @@ class LaneWork(dist.Work):
                 self.done = True
                 self._lane.bookkeeping.notify_all()
 
-    def tell(self) -> None:
-        """Complete the future, if anybody has asked for one. Its callbacks may well use the lane again."""
+    def complete(self) -> None:
+        """Complete the future, if one was asked for. Its callbacks may well use the lane again."""
         with self._lane.bookkeeping:
             future, self._told = self._future if not self._told else None, True
         if future is not None:
@@ -142,9 +142,9 @@ class Lane:
         """The first failure. What comes after it would wait for ranks that are out of step: it fails at once."""
         self.beside = False
         """The lane's thread is at work, beside a caller that has other things to do."""
-        self.bookkeeping = threading.Condition(threading.Lock())  # told of when work is done, or the lane is free
+        self.bookkeeping = threading.Condition(threading.Lock())  # notified when work is done, or the lane is free
         self._waiting: deque[LaneWork] = deque()
-        self._busy = False  # somebody works
+        self._busy = False  # a thread works
         self._calls: SimpleQueue[bool] = SimpleQueue()  # True: there may be work; False: end
         self._thread: threading.Thread | None = None
 
@@ -168,7 +168,7 @@ class Lane:
         finally:
             self._end()
             for work in finished:
-                work.tell()
+                work.complete()
 
     def submit(self, run: Run, result: list[torch.Tensor]) -> LaneWork:
         """Queue `run`, to be done beside the caller, on the lane's thread."""
@@ -176,7 +176,7 @@ class Lane:
 
     def enqueue(self, work: LaneWork) -> LaneWork:
         self._waiting.append(work)
-        if threading.current_thread() is self._thread:  # a callback, who may wait for it: nobody else would do it
+        if threading.current_thread() is self._thread:  # a callback, which may wait for it: no other thread would do it
             self.work_until(work)
             return work
         if self._thread is None:
@@ -194,7 +194,7 @@ class Lane:
                 finished = self._waiting.popleft().run()
             finally:
                 self._end()
-            finished.tell()
+            finished.complete()
 
     def _begin(self, wanted: LaneWork | None = None) -> bool:
         """Wait for one's turn to work. False if `wanted` is done first: who works now may be waiting for the caller."""
@@ -224,7 +224,7 @@ class Lane:
                 self.beside = False
                 self._end()
             if finished is not None:
-                finished.tell()
+                finished.complete()
                 del finished  # and with it the tensors that it holds, before sleeping
 
     def close(self) -> bool:

@@ -78,7 +78,8 @@ class Entry:
     wait_started: Mark | None = None
     wait_ended: Mark | None = None
     awaited_later: bool = False
-    """It is in flight when its step ends, beside the next one: there the time counts that anybody waits for it."""
+    """It is in flight when its step ends, beside the next one: there the time counts during which a step waits for it.
+    """
     ended: Mark | None = None
     """When the last byte had arrived, where that can be seen; never later than `wait_ended`."""
 
@@ -99,7 +100,7 @@ class Entry:
 
     @property
     def cut(self) -> str:
-        """The axis of the model that it is about, or "data": gradients also meet over the ranks of cp."""
+        """The axis of the model that it is about, or "data": gradients are also reduced over the ranks of cp."""
         return self.axis if self.purpose == "activations" or self.axis in ("pp", "tp") else "data"
 
     @property
@@ -111,7 +112,7 @@ MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers", "activations")
 """Traffic that grows with the model or with the batch."""
 
 STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
-"""What a step waits for. The loss travels too, but only whoever reads it waits."""
+"""What a step waits for. The loss travels too, but only a caller that reads it waits."""
 
 
 @dataclass
@@ -185,7 +186,7 @@ class Ledger:
     def busy_seconds(self) -> float | None:
         """Time in which some communication was in flight. None: the ends of some are not seen.
 
-        The step's own few bytes count as far as it waits for them: that nobody waits for 16 bytes hides nothing.
+        The step's own few bytes count as far as it waits for them: 16 bytes that no step waits for hide nothing.
         """
         model = self._timed(*MODEL_PURPOSES)
         if any(entry.over is None for entry in model):

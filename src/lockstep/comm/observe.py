@@ -104,7 +104,7 @@ class ObservedGroup(dist.ProcessGroup):
 
 
 class ObservedWork(dist.Work):
-    """A collective in flight: whoever waits for it, also from C++, is seen."""
+    """A collective in flight: each wait for it, also from C++, is seen."""
 
     def __init__(self, inner: dist.Work, entry: Entry, clock: torch.device) -> None:
         super().__init__()

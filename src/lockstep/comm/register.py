@@ -1,7 +1,7 @@
 """Makes `dist.init_process_group("shm")` work after `import lockstep`, without importing torch for it.
 
 Importing torch takes seconds, and `lockstep --help` should not; so if torch.distributed is not there yet, we ask
-Python's import system to tell us when it is.
+Python's import system for a callback.
 """
 
 import importlib.machinery

@@ -6,7 +6,7 @@
 
 There is one such stream for each group of ranks: collectives of a group run one after the other, those of two groups
 need not. We put NCCL's kernels there ourselves, rather than have it use a stream of its own, so that an event behind
-them tells when they were done; an observer on a third stream could hold up the other two.
+them records when they were done; an observer on a third stream could hold up the other two.
 """
 
 import weakref

@@ -13,7 +13,7 @@ from torch import Tensor
 TAG = 1_000_003
 """Keeps our messages apart from the user's own on the same group. (NCCL knows no tags: there, do not mix them.)"""
 
-Message = tuple[Tensor, int]
+Transfer = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
 
 
@@ -33,7 +33,7 @@ class Messages(dist.Work):
         return all(work.is_completed() for work in self.works)
 
     def get_future(self) -> Any:
-        raise RuntimeError("the end of several messages is seen by whoever waits for them")
+        raise RuntimeError("the end of several messages is seen by the thread that waits for them")
 
 
 T = TypeVar("T")
@@ -64,24 +64,24 @@ class Wire:
 
     @property
     def ranks_per_node(self) -> int:
-        """As the launcher told it; ranks of a node are neighbours. On nodes of different sizes, the largest.
+        """As the launcher says; ranks of a node are neighbours. On nodes of different sizes, the largest.
 
         The first question is asked by all ranks together: they must agree, or they would build different trees.
         """
         return _ranks_per_node.get(self, self._agree_on_ranks_per_node)
 
     def _agree_on_ranks_per_node(self) -> int:
-        told = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", self.size))], device=self.device)
+        mine = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", self.size))], device=self.device)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        theirs = [torch.empty_like(told) for _ in others]
-        self.exchange([(told, other) for other in others], list(zip(theirs, others, strict=True))).wait()
-        return min(self.size, int(torch.cat([told, *theirs]).max()))
+        theirs = [torch.empty_like(mine) for _ in others]
+        self.exchange([(mine, other) for other in others], list(zip(theirs, others, strict=True))).wait()
+        return min(self.size, int(torch.cat([mine, *theirs]).max()))
 
     def among(self, ranks: list[int]) -> "Wire":
         """The wire between some of this wire's ranks, of which this rank must be one."""
         return Wire(self.group, [self.ranks[rank] for rank in ranks], self.delay)
 
-    def exchange(self, send: Sequence[Message] = (), receive: Sequence[Message] = ()) -> Messages:
+    def exchange(self, send: Sequence[Transfer] = (), receive: Sequence[Transfer] = ()) -> Messages:
         """Begin to send and receive, all at once: one after the other, two ranks that send first would both wait.
 
         Both ends know the length, so nothing is sent for an empty tensor.

@@ -15,7 +15,7 @@ from lockstep.config.schema import (
     Model,
     Own,
     Parallel,
-    Plan,
+    Planned,
     ResNet,
     Train,
 )
@@ -33,7 +33,7 @@ __all__ = [
     "Model",
     "Own",
     "Parallel",
-    "Plan",
+    "Planned",
     "ResNet",
     "Train",
     "check_ranges",

@@ -90,7 +90,7 @@ def _limits(hint: Any) -> tuple[float, float]:
 
 
 def _range(number: float, limits: tuple[float, float]) -> str:
-    """In words; of an upper limit that is only there for slips, nothing to whoever is below the lower one."""
+    """In words; an upper limit that only catches slips is left out where the number is below the lower one."""
     low, high = limits
     if number < low and high >= 10_000_000:
         return f"{low:g} or more"

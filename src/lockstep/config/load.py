@@ -124,7 +124,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def get_single_node(self) -> yaml.Node | None:
-        """As it is composed, before anything is made of it: aliases may stand for more than anybody wants to read."""
+        """As it is composed, before anything is made of it: aliases may expand to more than can be read."""
         node: yaml.Node | None = super().get_single_node()
         if node is not None:
             _count_nodes(node, [])

@@ -1,7 +1,7 @@
 """What can be asked for: nested dataclasses, one per section of a config file.
 
 A section whose keys depend on a choice (`model.name`) has one dataclass per choice, so that a key in
-the wrong place is an error and not a setting that nobody reads.
+the wrong place is an error and not a setting that is never read.
 """
 
 from dataclasses import dataclass, field
@@ -226,7 +226,7 @@ class Train:
     """Steps between comparisons of the weights that ranks should share, bit by bit, which find silent corruption. 0:
     never."""
     log_every: Count = 10
-    """Steps between lines of metrics, each of which tells of the steps since the last."""
+    """Steps between lines of metrics, each of which covers the steps since the last."""
     callbacks: tuple[str, ...] = ()
     """Functions of your own, package.module:function, that rank 0 calls with (kind, step, values) at every record:
     train, test, checkpoint, skipped."""
@@ -356,7 +356,7 @@ class Metrics:
 
 
 @dataclass
-class Plan:
+class Planned:
     """What lockstep plan has predicted for this run, to be shown beside what is measured."""
 
     step_ms: float | None = None
@@ -376,4 +376,4 @@ class Config:
     lora: Lora = field(default_factory=Lora)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
-    plan: Plan = field(default_factory=Plan)
+    plan: Planned = field(default_factory=Planned)

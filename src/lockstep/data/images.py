@@ -1,5 +1,5 @@
-"""Images from a folder, and augmentation that the seed, the epoch and the sample decide: whoever reads a sample, on
-whichever rank and after whichever resume, sees the same.
+"""Images from a folder, and augmentation that the seed, the epoch and the sample decide: a sample is
+the same on every rank, and after a resume.
 """
 
 from dataclasses import dataclass

@@ -55,7 +55,7 @@ class Streamed:
             yield batch
 
     def samples(self) -> Iterator[Any]:
-        """All of them, again and again. A stream that has `set_epoch` is told how often it has been read."""
+        """All of them, again and again; a stream that has `set_epoch` is given how often it has been read."""
         for epoch in range(2**62):
             if hasattr(self.stream, "set_epoch"):
                 self.stream.set_epoch(epoch)

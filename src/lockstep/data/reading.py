@@ -31,7 +31,7 @@ class Reader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None: a stream, in which nobody knows where an epoch ends."""
+        """None: a stream, which has no known end of an epoch."""
         return None if self.sampler is None else self.sampler.steps_per_epoch
 
     @property

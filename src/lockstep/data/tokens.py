@@ -129,9 +129,9 @@ def write_tokens(
     folder: Path,
     tokenizer: str = BYTES,
     test_share: float = 0.1,
-    told: Callable[[int], None] = lambda _: None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> About:
-    """All of the files' text, in that order. Whole or not at all. `told`: how many bytes have been read, each time."""
+    """All of the files' text, in that order. Complete or not at all. `advance` is called with the bytes read."""
     encode, vocabulary = encoder(tokenizer)
     dtype = "uint8" if vocabulary <= 2**8 else "uint16" if vocabulary <= 2**16 else "uint32"
     count = 0
@@ -141,7 +141,7 @@ def write_tokens(
                 ids = np.asarray(encode(piece), dtype=dtype)
                 out.write(ids.tobytes())
                 count += len(ids)
-                told(len(piece))
+                advance(len(piece))
             out.flush()
             os.fsync(out.fileno())
         if not count:

@@ -102,10 +102,10 @@ def differences(reports: list[Report]) -> Iterator[Finding]:
         for node, what in by_topic[topic].items():
             values[what].append(node)
         if len(values) > 1:
-            told = "; ".join(f"{what} on {', '.join(nodes)}" for what, nodes in values.items())
+            text = "; ".join(f"{what} on {', '.join(nodes)}" for what, nodes in values.items())
             must = topic in MUST
             mend = "install the same on every node" if must else "ranks wait for the weakest node"
-            yield Finding(topic, told, "wrong" if must else "note", mend)
+            yield Finding(topic, text, "wrong" if must else "note", mend)
     skews = {report.node: report.skew for report in reports}
     if max(skews.values()) - min(skews.values()) > SKEW:
         last = max(skews, key=lambda node: skews[node])

@@ -27,5 +27,5 @@ def look_at(run: Path) -> tuple[str, bool]:
     try:
         said = ask_from_outside(status.store, len(status.ranks))
     except (dist.DistError, RuntimeError, ValueError):
-        return f"{head}\n  nobody answers at {status.store}: {gone}", True
+        return f"{head}\n  no answer at {status.store}: {gone}", True
     return f"{head}\n{said}", "did not" in said.splitlines()[0]

@@ -1,4 +1,4 @@
-"""Does it work? A real all-reduce of two ranks on each backend, and where ranks would meet."""
+"""Does it work? A real all-reduce of two ranks on each backend, and the rendezvous address."""
 
 import socket
 from collections.abc import Iterator
@@ -57,7 +57,9 @@ def master(address: str) -> Iterator[Finding]:
     with socket.socket() as tried:
         tried.settimeout(3.0)
         if tried.connect_ex((resolved, int(port))) == 0:
-            mend = "somebody listens there already: fine if it is this job's first rank, else choose another port"
+            mend = (
+                "another process listens there already: fine if it is this job's first rank, else choose another port"
+            )
             yield Finding("master", f"port {port} answers", "note", mend)
             return
     with socket.socket() as own:
@@ -66,7 +68,7 @@ def master(address: str) -> Iterator[Finding]:
             own.bind((resolved, int(port)))
         except OSError as error:
             mend = (
-                f"nobody listens, and this machine cannot: right on another node than {host}, else choose another port"
+                f"no process listens, and this machine cannot; fine on another node than {host}, else take another port"
             )
             yield Finding("master", f"port {port}: {error.strerror}", "note", mend)
             return

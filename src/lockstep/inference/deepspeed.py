@@ -1,7 +1,8 @@
 """DeepSpeed's inference engine: on one rank, or with its own tensor parallelism over several (AutoTP).
 
-AutoTP cuts every linear layer of a block along its outputs, but for those it is told to sum behind: those along their
-inputs. It takes equal runs of rows, so a fused layer's rows are put in the order of their ranks first, as for DTensor.
+AutoTP cuts every linear layer of a block along its outputs, but for those it is configured to reduce behind: those
+along their inputs. It takes equal runs of rows, so a fused layer's rows are put in the order of their ranks first, as
+for DTensor.
 """
 
 from collections.abc import Iterable

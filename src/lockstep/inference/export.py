@@ -92,7 +92,7 @@ def load_model(source: Path, consent: Consent | None = None) -> tuple[nn.Module,
 
 @torch.no_grad()
 def fill(model: nn.Module, checkpoint: Path, adapters_only: bool) -> None:
-    """Read the weights of a checkpoint into a plain model, whoever has saved it."""
+    """Read the weights of a checkpoint into a plain model, under whatever layout it was saved."""
     saved = saved_names(checkpoint)
     wanted: dict[str, Tensor] = {f"model.{n}": p.data for n, p in model.named_parameters()}
     wanted |= {f"model.{n}": b for n, b in model.named_buffers() if f"model.{n}" in saved}

@@ -1,4 +1,4 @@
-"""Ranks that somebody else has started: torchrun's are as torch wants them, srun's are translated."""
+"""Ranks that another launcher has started: torchrun's are as torch wants them, srun's are translated."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def adopt_environment() -> bool:
-    """True if somebody else started this process as a rank. srun's variables are translated to torch's."""
+    """True if another launcher started this process as a rank. srun's variables are translated to torch's."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return True
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:

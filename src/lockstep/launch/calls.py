@@ -1,6 +1,6 @@
 """The last call of each group on this rank, over or not: what a hang is explained by.
 
-Of gloo's and NCCL's groups torch's flight recorder knows it; a backend of our own tells it itself (`sources`).
+Of gloo's and NCCL's groups torch's flight recorder knows it; a backend of ours reports it itself (`sources`).
 """
 
 import json
@@ -45,13 +45,13 @@ class Call:
 
 
 class Source(Protocol):
-    """A group that tells its calls itself."""
+    """A group that reports its calls itself."""
 
     def calls(self) -> list[Call]: ...
 
 
 sources: "weakref.WeakSet[Any]" = weakref.WeakSet()
-PATIENT = "patient: "
+LONG = "long: "
 """Groups whose description begins so may wait for long: for a disk, or a download."""
 
 
@@ -91,7 +91,7 @@ def recorded() -> list[Call]:
 def last_of_each(entries: list[dict[str, Any]], members: dict[str, tuple[int, ...]]) -> list[Call]:
     """Of each group, its last collective and its last message; `entries` come oldest first."""
     last = {(entry["process_group"][0], bool(entry.get("is_p2p"))): entry for entry in entries}
-    return [told_by(entry, members.get(name, ()), is_message) for (name, is_message), entry in last.items()]
+    return [call_of(entry, members.get(name, ()), is_message) for (name, is_message), entry in last.items()]
 
 
 OPERATIONS = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
@@ -100,7 +100,7 @@ MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 """As NCCL's recorder calls it: whose, and with whom, in the group's numbering."""
 
 
-def told_by(entry: dict[str, Any], ranks: tuple[int, ...], is_message: bool) -> Call:
+def call_of(entry: dict[str, Any], ranks: tuple[int, ...], is_message: bool) -> Call:
     name = str(entry["profiling_name"])
     operation = name.partition(":")[2] or name
     operation = OPERATIONS.get(operation, operation)

@@ -12,7 +12,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import UserError
 
 JOINABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Set, agents of torchrun's tell where the ranks meet in each round, and not in the first alone."""
+"""Set, torchrun's agents publish the rendezvous address in each round, not in the first alone."""
 WARNING_SECONDS = 120
 """Before the time limit, in which a run saves."""
 
@@ -37,7 +37,7 @@ class Place:
     master: str | None = None
     """torchrun and deepspeed: the first node's address."""
     port: int = 29500
-    """torchrun and kubernetes: where the nodes meet."""
+    """torchrun and kubernetes: the address of the rendezvous."""
     max_restarts: int = 3
     """torchrun and kubernetes: how often all ranks are started anew when one fails."""
     save_every: int = 100
@@ -132,7 +132,7 @@ def slurm(job: Job) -> str:
             f"#SBATCH --signal=USR1@{WARNING_SECONDS}",
             "set -uo pipefail",
             "",
-            "# One task is one rank; the ranks meet by Slurm's own variables.",
+            "# One task is one rank; the rendezvous follows from Slurm's variables.",
             f"srun --kill-on-bad-exit=1 lockstep {job.train()}",
             "status=$?",
             "# 138: the ranks had USR1, two minutes before the time limit, and have saved; 143: TERM. Queue it again.",
@@ -158,7 +158,7 @@ def torchrun(job: Job) -> str:
             if job.place.nodes > 1
             else "# Run this on the machine.",
             "set -euo pipefail",
-            *("# Else a node that comes later would never be told where the ranks meet.", f"export {JOINABLE}=1"),
+            *("# Else a node that joins later would never learn the rendezvous address.", f"export {JOINABLE}=1"),
             f"exec torchrun --nnodes={place.nodes} --nproc-per-node={job.ranks} --max-restarts={place.max_restarts} \\",
             f"    --rdzv-backend=c10d --rdzv-endpoint={master}:{place.port} --rdzv-id={shlex.quote(place.name)} \\",
             f"    -m lockstep {job.train()}",

@@ -17,14 +17,14 @@ def explain(error: ChildFailedError) -> Exception:
         if isinstance(details, dict):
             callstack = details.get("extraInfo", {}).get("py_callstack", "")
     kind, _, message = text.partition(": ")
-    told: type[Exception] | None = {
+    known_type: type[Exception] | None = {
         "UserError": UserError,
         "DamagedError": UserError,
         "RankError": RankError,
         "HangError": RankError,
     }.get(kind)
-    if told is not None:
-        known = told(message)
+    if known_type is not None:
+        known = known_type(message)
         known.__cause__ = RankError(f"on rank {rank}:\n{callstack}") if callstack else None  # --debug shows it
         return known
     return RankError(f"rank {rank} failed first (exit code {failure.exitcode}): {text}\n{callstack}".rstrip())

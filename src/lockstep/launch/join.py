@@ -17,7 +17,7 @@ from lockstep.launch.options import DeviceChoice
 from lockstep.launch.restart import launch_id, restart_count
 from lockstep.launch.situation import state_of
 from lockstep.launch.watch import end_soon, watching
-from lockstep.layout.world import World, patience, torch_backend
+from lockstep.layout.world import World, collective_timeout, torch_backend
 from lockstep.words import counted
 
 
@@ -117,7 +117,7 @@ def check_backend(backend: str, device: torch.device, flag: str = "--backend") -
 
 
 def check_resolves(host: str) -> None:
-    """A name that nobody knows would look like ranks that do not come, after minutes."""
+    """A name that does not resolve would look, after minutes, like ranks that do not join."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -149,7 +149,7 @@ def stopped_ranks(rank: int) -> list[str]:
 
 
 def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> None:
-    """torch's rendezvous, with its failures told in the user's words."""
+    """torch's rendezvous, with its failures in the user's terms."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise UserError(f"RANK is set but {name} is not; start the ranks with --nproc, torchrun or srun")
@@ -157,7 +157,7 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> N
     check_resolves(os.environ["MASTER_ADDR"])
     record_calls()
     try:
-        dist.init_process_group(torch_backend(backend), rank=rank, world_size=size, timeout=patience(timeout))
+        dist.init_process_group(torch_backend(backend), rank=rank, world_size=size, timeout=collective_timeout(timeout))
     except (dist.DistError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
         if "EADDRINUSE" in text or "in use" in text:

@@ -1,7 +1,7 @@
 """What launchers that were killed have left behind, removed at the next start.
 
 A launcher's temporary folder carries the launcher's signature in its name, and a note of each rank with the names of
-the semaphores that Python's multiprocessing has made for it: killed with everything around it, nobody removes those.
+the semaphores that Python's multiprocessing has made for it: when all of it is killed, nothing removes those.
 """
 
 import os
@@ -19,7 +19,7 @@ SEMAPHORE = re.compile(r"sem\.mp-\w+")
 
 
 MEMORY = "LOCKSTEP_MEMORY"
-"""How our launcher tells its ranks where that is."""
+"""How our launcher passes that place to its ranks."""
 
 
 def in_memory() -> Path:
@@ -28,12 +28,12 @@ def in_memory() -> Path:
 
 
 def memory_of(process: str) -> Path:
-    """Where a launch keeps what outlives its ranks and not itself; it is made by whoever first writes there."""
+    """Where a launch keeps what outlives its ranks and not itself; the first writer makes it."""
     return in_memory() / f"{FOLDER_PREFIX}{process}"
 
 
 def memory_home() -> Path | None:
-    """Of the launch that this rank belongs to: ours, or torchrun's agent. None: nobody would start the rank anew."""
+    """Of the launch that this rank belongs to: ours, or torchrun's agent. None: no launcher would restart it."""
     ours = os.environ.get(MEMORY)
     if ours is not None:
         return Path(ours) if ours else None
@@ -41,7 +41,7 @@ def memory_home() -> Path | None:
 
 
 def note_semaphores(folder: str) -> None:
-    """Write down the named semaphores that this process has open, for whoever comes after a kill."""
+    """Write down the named semaphores that this process has open, for the process that cleans up after a kill."""
     maps = Path("/proc/self/maps")
     found = sorted(set(SEMAPHORE.findall(maps.read_text()))) if maps.exists() else []
     try:

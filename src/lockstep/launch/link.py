@@ -2,7 +2,7 @@
 
 Each host is a process in network and process namespaces of its own, with its own address; a pair of virtual Ethernet
 devices joins them, and a token bucket at each end holds the rate. In each, torchrun starts half of the ranks, which
-meet over that network as they would between machines.
+communicate over that network as they would between machines.
 
     node 0 (10.77.0.1)  eth0 [tbf] <------ veth ------> [tbf] eth0  (10.77.0.2) node 1
 
@@ -222,7 +222,7 @@ def _wait(nodes: list[Node]) -> Node | None:
 
 
 def _explain(failed: Node) -> int:
-    """One line where a rank told a user's mistake in one line; else all that torchrun has to say."""
+    """One line where a rank reported a user's mistake in one line; else torchrun's whole output."""
     failed.said.seek(0)
     text = failed.said.read().decode(errors="replace")
     mistake = re.search(r"^\[rank \d+\] error: (.*)$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The ranks of anybody's own loop: `init` joins them, `spawn` starts some on this machine."""
+"""The ranks of a user's loop: `init` joins them, `spawn` starts some on this machine."""
 
 import atexit
 import pickle

@@ -14,7 +14,9 @@ def process_namespace() -> int:
 
 
 def started(pid: int) -> str | None:
-    """When a process started, in ticks since boot; None if there is none. Tells a process from a later namesake."""
+    """When a process started, in ticks since boot; None if there is none. Distinguishes a process from a later one with
+    its number.
+    """
     if not NAMESPACE.exists():
         return "0" if psutil.pid_exists(pid) else None
     try:
@@ -31,6 +33,6 @@ def signature(pid: int | None = None) -> str:
 
 
 def has_ended(name: str) -> bool:
-    """Whether the process whose signature a name begins with is gone. Of another namespace's, nobody here can know."""
+    """Whether the process whose signature a name begins with is gone. In another namespace it cannot be known."""
     namespace, pid, start, *_ = [*name.split("-"), "", "", ""]
     return namespace == str(process_namespace()) and pid.isascii() and pid.isdigit() and started(int(pid)) != start

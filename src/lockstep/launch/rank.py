@@ -33,7 +33,7 @@ StartMethod = Literal["spawn", "forkserver"]
 FOLDER = "LOCKSTEP_FOLDER"
 """The folder to run in, which the launcher gives to a fork."""
 _AT_IMPORT = dict(os.environ)
-"""Of the server, if this is one of its forks: before the agent has told the rank who it is."""
+"""Of the server, if this is one of its forks: before the agent has given the rank its number."""
 
 
 def rank_main(
@@ -71,15 +71,15 @@ def rank_main(
         leave()
 
 
-def tell_and_leave(error: BaseException) -> NoReturn:
+def report_and_leave(error: BaseException) -> NoReturn:
     """A rank of torchrun's or srun's, who show what each has said: one line where the cause is another rank, and the
     traceback where it is here. torchrun, who reads the record, has it in its summary.
     """
-    told = explained(error)
-    get_error_handler().record_exception(told)
+    reason = explained(error)
+    get_error_handler().record_exception(reason)
     if blames_another(error):
         time.sleep(LET_THE_CAUSE_COME_FIRST)
-        print(f"[rank {os.environ.get('RANK', '0')}] error: {told}", file=sys.stderr)
+        print(f"[rank {os.environ.get('RANK', '0')}] error: {reason}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     leave()
@@ -138,7 +138,7 @@ def ctrl_c_held_back() -> Iterator[None]:
     """Processes that start meanwhile hear of Ctrl-C when they ask for it: Python would answer it with a traceback from
     the midst of its imports. This process hears of it through another thread.
     """
-    resource_tracker.ensure_running()  # else the first start would start it, and lift what we hold back
+    resource_tracker.ensure_running()  # else the first start would start it, and unblock the signals that we block
     over = threading.Event()
     threading.Thread(target=over.wait, daemon=True).start()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

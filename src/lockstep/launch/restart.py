@@ -59,18 +59,18 @@ def _repeated(attempt: Callable[[], list[Any]], max_restarts: int) -> list[Any]:
         except UserError as mistake:
             if not failures:
                 raise
-            raise RankError(_told(failures, str(mistake))) from failures[0].__cause__
+            raise RankError(_summary(failures, str(mistake))) from failures[0].__cause__
         except RankError as error:
             failures.append(error)
             if not max_restarts:
                 raise
             if len(failures) > max_restarts:
-                raise RankError(_told(failures, f"--max-restarts {max_restarts} are spent")) from error.__cause__
+                raise RankError(_summary(failures, f"--max-restarts {max_restarts} are spent")) from error.__cause__
         said = str(failures[-1]).splitlines()[0]
         print(f"{said}; all ranks are started anew ({len(failures)} of {max_restarts})", file=sys.stderr, flush=True)
 
 
-def _told(failures: list[Exception], end: str) -> str:
+def _summary(failures: list[Exception], end: str) -> str:
     """The first failure is the one to mend; of the last, what it was."""
     first, last = str(failures[0]), str(failures[-1]).splitlines()[0]
     others = "" if len(failures) == 1 or last == first.splitlines()[0] else f"\nthe last failure: {last}"

@@ -56,8 +56,8 @@ def main_stack() -> list[str]:
     """The innermost frames that are not about how a collective waits."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [] if frame is None else traceback.extract_stack(frame)
-    telling = [f for f in frames if not any(part in f.filename for part in BENEATH)]
-    return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in telling[-FRAMES:]]
+    relevant = [f for f in frames if not any(part in f.filename for part in BENEATH)]
+    return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in relevant[-FRAMES:]]
 
 
 # ---- who is to blame -------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def verdict(found: dict[int, Situation], silent: dict[int, str]) -> str:
     for rank, situation in sorted(found.items()):
         for call in situation.pending:
             if call.waits_for in found and not found[call.waits_for].pending:
-                return f"rank {call.waits_for} did not come to what rank {rank} waits for: {call.words}" + _where(
+                return f"rank {call.waits_for} did not reach what rank {rank} waits for: {call.words}" + _where(
                     found[call.waits_for]
                 )
     waiting = sorted(rank for rank, situation in found.items() if situation.pending)
@@ -92,7 +92,7 @@ def verdict(found: dict[int, Situation], silent: dict[int, str]) -> str:
 
 
 def _in_step(call: Call, found: dict[int, Situation]) -> str | None:
-    """What is wrong with a collective that does not end: somebody called something else in its place, or nothing."""
+    """What is wrong with a collective that does not end: a rank issued another in its place, or none."""
     theirs = {r: found[r].last_in(call.group, call.ranks) for r in call.ranks if r in found}
     behind = sorted(r for r, last in theirs.items() if last is None or last.number < call.number)
     same = {r: last.what for r, last in theirs.items() if last is not None and last.number == call.number}
@@ -105,7 +105,7 @@ def _in_step(call: Call, found: dict[int, Situation]) -> str | None:
             f"ranks must make the same calls in the same order"
         )
     if behind:
-        return f"{_ranks(behind)} did not come to {call.words}" + _where(found[behind[0]])
+        return f"{_ranks(behind)} did not reach {call.words}" + _where(found[behind[0]])
     return None
 
 

@@ -1,4 +1,4 @@
-"""How the ranks start: by our own hand through torch's elastic agent, or by torchrun or srun, whom we follow.
+"""How the ranks start: through torch's elastic agent, or under torchrun or srun.
 
 `run_on_ranks(function, *args)` is all that the floors above know. If this process is already a rank (torchrun and
 srun say so in the environment), the function runs here; if not, an elastic agent starts `nproc` ranks on this
@@ -40,7 +40,7 @@ from lockstep.launch.rank import (
     ctrl_c_held_back,
     die_with_parent,
     rank_main,
-    tell_and_leave,
+    report_and_leave,
     unless_it_leaves,
 )
 from lockstep.launch.restart import with_restarts
@@ -111,7 +111,7 @@ def check_nproc(launch: Launch, nproc: int) -> None:
 
 
 def falls_back_to_cpu(launch: Launch, nproc: int) -> bool:
-    """More ranks than GPUs, and nobody has said where they are to run."""
+    """More ranks than GPUs, and no flag says where they are to run."""
     chosen = launch.nproc is not None or launch.device != "auto" or launch.share_gpu
     return not chosen and 0 < torch.cuda.device_count() < nproc
 
@@ -125,7 +125,7 @@ def _as_external_rank(function: Callable[..., Any], args: tuple[Any, ...], launc
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        tell_and_leave(error)
+        report_and_leave(error)
 
 
 def _start_ranks(
@@ -139,13 +139,13 @@ def _start_ranks(
     run_id: str,
 ) -> list[Any]:
     """One elastic agent, `nproc` ranks on loopback."""
-    for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we tell the failure ourselves
+    for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we report the failure ourselves
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     settings = {  # inherited by the ranks; what the user has set wins
         "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "TORCH_CPP_LOG_LEVEL": "FATAL",  # else ranks whose peer is gone fill the screen; we tell who was first
+        "TORCH_CPP_LOG_LEVEL": "FATAL",  # else ranks whose peer is gone fill the screen; we report which failed first
     }
     settings = {name: value for name, value in settings.items() if name not in os.environ}
     if threads is not None:
@@ -179,8 +179,8 @@ def _start_ranks(
             except ChildFailedError as error:
                 if received and not said_something(error):
                     raise KeyboardInterrupt(f"{received[0]}: all ranks were ended") from None
-                told = explain(error)
-                raise told from told.__cause__
+                explained = explain(error)
+                raise explained from explained.__cause__
             except SignalException as error:
                 raise KeyboardInterrupt(f"{signal.Signals(error.sigval).name}: all ranks were ended") from None
             finally:
@@ -196,7 +196,7 @@ def _start_server() -> None:
 
 
 CTRL_C_PASSED_ON = signal.SIGUSR2
-"""Ctrl-C that came to this process; whoever saves knows it by that (`training/stopping.py`), others end."""
+"""Ctrl-C that this process received; a run that saves reads it (`training/stopping.py`), others end."""
 TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to end in good order: SIGUSR1 is Slurm's word that the time limit is near (--signal=USR1@120)."""
 
@@ -223,7 +223,7 @@ def _passing_on(saves_when_stopped: bool) -> Iterator[list[str]]:
         for rank in ranks:
             if at_once:
                 rank.kill()
-            elif rank.pid is not None:  # of Ctrl-C a terminal has told the ranks too: not twice
+            elif rank.pid is not None:  # a terminal sends Ctrl-C to the ranks too: not twice
                 os.kill(rank.pid, CTRL_C_PASSED_ON if number == signal.SIGINT else number)
 
     before = {number: signal.signal(number, pass_on) for number in (*TO_STOP, signal.SIGINT)}

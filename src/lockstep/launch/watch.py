@@ -1,4 +1,4 @@
-"""A thread of each rank that watches over its calls, and tells what all ranks are doing when one of them hangs.
+"""A thread of each rank that watches over its calls, and reports what all ranks are doing when one of them hangs.
 
 The ranks speak through torch's store, because the groups are what hangs:
 
@@ -8,8 +8,8 @@ The ranks speak through torch's store, because the groups are what hangs:
    line of it. So N ranks ask the store some N times, and not N x N times
 4. after a hang every rank ends; one that did not answer is ended by a neighbour
 
-Where the network is what is broken, the store does not answer either: then each rank tells what it knows, and ends. So
-there are two threads: one looks at the rank's own calls and waits for nobody, the other speaks with the store.
+Where the network is what is broken, the store does not answer either: then each rank reports what it knows, and ends.
+So there are two threads: one watches this rank's calls and never waits, the other talks to the store.
 
 A thread needs the interpreter only for an instant each time: a main thread that waits in C++ does not keep it away.
 """
@@ -32,7 +32,7 @@ import psutil
 import torch.distributed as dist
 
 from lockstep.errors import HangError
-from lockstep.launch.calls import PATIENT, Call, last_calls
+from lockstep.launch.calls import LONG, Call, last_calls
 from lockstep.launch.processes import process_namespace
 from lockstep.launch.restart import RESTARTS
 from lockstep.launch.situation import FINISHED, Situation, own_situation, report, state_of, verdict
@@ -62,7 +62,7 @@ class Watch:
         self._store = self._connect()
         self._seen = self._token()
         self._since: dict[tuple[str, tuple[int, ...], int, str, int], float] = {}
-        """Since when we know of a call that has not ended, by a clock that nobody sets."""
+        """Since when we know of a call that has not ended, by the monotonic clock."""
         self._hanging, self._asked, self._over = threading.Event(), threading.Event(), threading.Event()
         self._heard = threading.Event()
         self._telling = threading.Lock()
@@ -92,7 +92,7 @@ class Watch:
             thread.join(2)
 
     def ask(self) -> None:
-        """Tell what all ranks are doing, and let them go on."""
+        """Report what all ranks are doing, and let them continue."""
         self._asked.set()
 
     # ---- the threads -----------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Watch:
     def _oldest(self) -> float:
         """For how long a call has been open, at most."""
         now = time.monotonic()
-        pending = {key(call) for call in last_calls() if not call.over and not call.group.startswith(PATIENT)}
+        pending = {key(call) for call in last_calls() if not call.over and not call.group.startswith(LONG)}
         self._since = {k: self._since.get(k, now) for k in pending}
         return now - min(self._since.values(), default=now)
 
@@ -136,7 +136,7 @@ class Watch:
         said = self.report_of(token)
         if token.startswith("hang"):
             end_with(said)
-        elif token.startswith("asked") and said is not None:  # else whoever asked reads it himself
+        elif token.startswith("asked") and said is not None:  # else the rank that asked reads it
             print(said, file=sys.stderr, flush=True)
 
     # ---- what is reported --------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Watch:
         return True
 
     def _end_silent(self, token: str) -> None:
-        """A process that is stopped does not end when it is asked to, and whoever started it waits for it for half a
+        """A process that is stopped does not end when it is asked to, and its launcher waits for it for half a
         minute. A rank of its machine that has answered sees to it, when all others have ended.
         """
         if not token.startswith("hang"):
@@ -199,14 +199,14 @@ class Watch:
         return verdict({self.rank: mine}, dict.fromkeys(finished, FINISHED))
 
     def explain_timeout(self) -> str | None:
-        """What a rank, whose backend has lost patience first, tells instead of the backend's words."""
+        """What a rank reports, instead of its backend's message, when the backend has timed out first."""
         said: list[str | None] = []
 
         def ask() -> None:
             with suppress(dist.DistError, RuntimeError):  # the store is gone too
                 said.append(self.report_of(self._begun("hang")))
 
-        asking = threading.Thread(target=ask, daemon=True)  # a store that nobody reaches keeps one waiting
+        asking = threading.Thread(target=ask, daemon=True)  # a store that cannot be reached blocks its caller
         asking.start()
         asking.join(2 * ALONE_AFTER)
         return said[0] if said else None
@@ -284,7 +284,7 @@ def end_soon(pid: int) -> None:
 
 
 def ask_from_outside(address: str, size: int) -> str:
-    """What the ranks of a run are doing now, for somebody who is none of them. The run goes on."""
+    """What the ranks of a run are doing now, for a process that is none of them. The run goes on."""
     store = connected(address, 5.0)
     token = store.compare_set("look", last_look(store), f"doctor-{os.getpid()}-{time.time_ns()}").decode()
     found, silent = answers(store, token, size, 2.0)
@@ -301,8 +301,8 @@ def end_with(said: str | None) -> None:
 
     if said is None:
         time.sleep(LET_OTHERS_END / 2)
-        said = "another rank tells why"
-    elif RESTARTS not in os.environ:  # nobody shows what we record
+        said = "another rank reports why"
+    elif RESTARTS not in os.environ:  # what we record is not shown
         print(f"error: the ranks hung: {said}", file=sys.stderr, flush=True)
     get_error_handler().record_exception(HangError(f"the ranks hung: {said}"))
     os._exit(1)

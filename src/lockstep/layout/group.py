@@ -1,7 +1,7 @@
 """A group of ranks that communicate: along one axis, or for one purpose. It is never None.
 
 torch.distributed says None for "all ranks", and has no word for "this rank alone". Here both are groups like any other,
-so that nobody has to ask; and a group says which axes it spans, so that the ledger can.
+so that no caller has to ask; and a group says which axes it spans, so that the ledger can.
 """
 
 import weakref
@@ -30,8 +30,8 @@ class Group:
 
     @property
     def native(self) -> dist.ProcessGroup:
-        """For torch's own functions, where there is somebody to communicate with."""
-        assert self.process_group is not None, "a rank alone has nobody to communicate with"
+        """For torch's functions, where there is another rank to communicate with."""
+        assert self.process_group is not None, "a rank alone has no other to communicate with"
         return self.process_group
 
     @property
@@ -72,7 +72,7 @@ def shared_group(
 
     A communicator costs memory, and on a GPU a stream of which only so many are independent of each other: models that
     are measured in turns must not each have their own. `lane`: groups whose messages must not wait for each other.
-    `description`: the axes, for whoever explains a hang.
+    `description`: the axes, for the report of a hang.
     """
     world = dist.group.WORLD
     assert world is not None, "ranks have been started"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep.layout.degrees import AXES, Degrees
 from lockstep.layout.group import ALONE, Group, shared_group
-from lockstep.layout.world import World, patience, torch_backend
+from lockstep.layout.world import World, collective_timeout, torch_backend
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +60,7 @@ class Layout:
         return self._groups[self._spanned(axes)]
 
     def _spanned(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """An axis of degree 1 joins nobody."""
+        """An axis of degree 1 joins no ranks."""
         return tuple(axis for axis in AXES if axis in axes and self._degree[axis] > 1)
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
@@ -73,7 +73,9 @@ class Layout:
         return Group(" x ".join(axes), ranks.index(self.world.rank), len(ranks), made)
 
     def _new_group(self, ranks: list[int], axes: str = "alone") -> dist.ProcessGroup:
-        return shared_group(ranks, torch_backend(self.world.backend), patience(self.world.timeout), description=axes)
+        return shared_group(
+            ranks, torch_backend(self.world.backend), collective_timeout(self.world.timeout), description=axes
+        )
 
     def _ranks(self, axes: tuple[str, ...]) -> list[int]:
         """Numbers of the ranks that have this rank's coordinates but in these axes."""

@@ -244,15 +244,9 @@ def held_as(parameter: Tensor, region: Region) -> nn.Parameter:
 
 
 def region_of(tensor: Any) -> Region:
-    """What somebody has left of it who cut it (`held_as`), or what a DTensor says itself; any other tensor is whole."""
+    """The region that a wrapper has noted (`held_as`), or that a DTensor states; any other tensor is whole."""
     said: Region | None = getattr(tensor, "region", None)
     if said is not None or not is_dtensor(tensor):
         return said or Region.whole(tensor.shape)
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
     return Region(tuple(tensor.shape), tuple(box for box in boxes if box.numel))
-
-
-def overlapping(regions: list[Region]) -> bool:
-    """Some element is in two boxes that are not the same."""
-    boxes = {box for region in regions for box in region.boxes}
-    return sum(box.numel for box in boxes) > prod(regions[0].shape)

@@ -37,11 +37,11 @@ MARGIN = 5.0
 """Seconds by which torch's own time-out is longer than ours, which explains a hang before torch's would end it."""
 
 
-def patience(timeout: float) -> timedelta:
+def collective_timeout(timeout: float) -> timedelta:
     """What torch's groups are given."""
     return timedelta(seconds=timeout + MARGIN)
 
 
 def torch_backend(name: str) -> str:
-    """What torch is to make a group with. Hosts of ranks on GPUs have something to tell each other too."""
+    """What torch is to make a group with. Hosts of ranks on GPUs communicate too."""
     return "cpu:gloo,cuda:nccl" if name == "nccl" else name

@@ -40,17 +40,17 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
-def check(lesson: Lesson, file: Path, share_gpu: bool = False, patience: float = 1.0) -> Outcome:
+def check(lesson: Lesson, file: Path, share_gpu: bool = False, slowdown: float = 1.0) -> Outcome:
     """Grade one file, on each number of ranks that the lesson names, until one fails.
 
-    `patience`: how many times longer than the lesson says ranks may take, on a machine that is busy with other things.
+    `slowdown`: how many times longer than the lesson says ranks may take, on a machine that is busy with other things.
     """
     if share_gpu and not torch.cuda.is_available():
         raise UserError("--share-gpu: there is no GPU here; leave it out, and the ranks are CPU processes")
     start = time.monotonic()
     outcome = Outcome(True)
     for size in lesson.manifest.ranks:
-        outcome = on_ranks(lesson, file.resolve(), size, share_gpu, patience * lesson.manifest.seconds)
+        outcome = on_ranks(lesson, file.resolve(), size, share_gpu, slowdown * lesson.manifest.seconds)
         if not outcome.passed:
             break
     outcome.seconds = time.monotonic() - start

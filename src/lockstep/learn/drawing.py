@@ -26,7 +26,7 @@ Logs = list[list[dict[str, Any]]]
 
 @dataclass
 class Event:
-    """A message, or a collective that some or all ranks came to."""
+    """A message, or a collective that some or all ranks reached."""
 
     at: float
     text: str

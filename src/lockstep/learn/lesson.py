@@ -31,7 +31,7 @@ class Prediction:
     """Of a constant in the exercise."""
     asks: str
     because: str
-    """The arithmetic, for whoever has come to another number."""
+    """The arithmetic, for a learner who got another number."""
     unit: str = ""
 
 

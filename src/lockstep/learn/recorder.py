@@ -69,7 +69,7 @@ class Call:
     ended: float = 0.0
     """When it was known to be over."""
     place: Callable[[], Tensor | None] = lambda: None
-    """The tensor that it writes to, as long as somebody keeps it."""
+    """The tensor that it writes to, as long as it is referenced."""
 
     @property
     def sent(self) -> float:
@@ -152,7 +152,7 @@ class Recorder:
         if name in PAYLOADS:
             position, keyword = PAYLOADS[name]
             payload = kwargs.get(keyword, args[position] if len(args) > position else None)
-            if payload is None and name in ("scatter", "gather"):  # not the root: its own part tells the size
+            if payload is None and name in ("scatter", "gather"):  # not the root: its part has the size
                 own = kwargs.get("tensor", args[0] if args else None)
                 payload = [own] * _ranks(args, kwargs)
             for tensor in payload if isinstance(payload, list | tuple) else [payload]:
@@ -171,7 +171,7 @@ class Recorder:
         return call
 
     def _refuse_stranger(self, does: str, peer: int) -> None:
-        """A message to nobody would be waited for without a word of why."""
+        """A message to a rank that does not exist would be waited for without a word of why."""
         size = dist.get_world_size()
         if peer == self.rank or not 0 <= peer < size:
             there = "that is itself" if peer == self.rank else f"there are ranks 0 to {size - 1}"

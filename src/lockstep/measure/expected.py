@@ -17,9 +17,9 @@ def named_config(config: Config, name: str) -> Config:
     return replace(config, parallel=strategy_named(name.partition("@")[0], config.parallel))
 
 
-def meeting_cycle(config: Config) -> int:
+def averaging_cycle(config: Config) -> int:
     """After how many steps all have happened that happens in some steps only."""
-    return STRATEGIES[config.parallel.data].facts(config.parallel).meets_every
+    return STRATEGIES[config.parallel.data].facts(config.parallel).averages_every
 
 
 def theory_of(config: Config, spec: DataSpec, ranks: int) -> Sent | None:
@@ -29,7 +29,7 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Sent | None:
     not all steps are alike.
     """
     train, engine = config.train, STRATEGIES[config.parallel.data]
-    if config.lora.rank or train.recompute != "none" or meeting_cycle(config) > 1:
+    if config.lora.rank or train.recompute != "none" or averaging_cycle(config) > 1:
         return None
     if train.accumulation > 1 and engine.facts(config.parallel).sends_every_micro_batch:
         return None

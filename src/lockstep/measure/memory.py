@@ -46,7 +46,7 @@ class Memory:
 
 
 class Watch:
-    """Inside `measure_memory`: the work tells where its steps begin, and what it holds when they are over."""
+    """Inside `measure_memory`: the work marks where its steps begin, and what it holds when they are over."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.memory = device, Memory()

@@ -48,7 +48,7 @@ def timed_step(world: World, strategy: ParallelModel, batch: Batch, lead_in: boo
     """
     if world.device.type == "cpu" and torch.get_num_threads() > 1:
         spread_threads()
-    meet(world)
+    synchronize(world)
     if lead_in:
         strategy.step(batch)
         _computed(world)
@@ -71,7 +71,7 @@ def spread_threads(seconds: float = 0.01) -> None:
         numbers.add_(1)
 
 
-def meet(world: World) -> None:
+def synchronize(world: World) -> None:
     """All ranks begin together, with nothing left to do on the device."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)

@@ -60,8 +60,8 @@ def first_positions(count: int, device: torch.device) -> Tensor:
 
 
 class Positions:
-    """At which positions the tokens of a forward pass are: 0, 1, 2, ..., unless somebody has other ones. One for all
-    layers of a model, so that they make RoPE's table once.
+    """At which positions the tokens of a forward pass are: 0, 1, 2, ..., or those of a context-parallel rank. One for
+    all layers of a model, so that they make RoPE's table once.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def attention_kernel(name: str) -> AbstractContextManager[None]:
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """A linear layer with a bias, and nobody who would miss its being called: no adapter around it, no hooks on it."""
+    """A linear layer with a bias, whose forward may be skipped: no adapter around it, no hooks on it."""
     hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
     watched = any(len(kind) > 0 for kind in hooks)
     return type(linear) is nn.Linear and linear.bias is not None and not watched
@@ -158,7 +158,7 @@ class FeedForward(nn.Module):
         return y
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Norm, attention, norm, MLP; each pair added to the residual stream."""
 
     def __init__(self, shape: Shape, positions: Positions) -> None:
@@ -183,7 +183,7 @@ class GPT(nn.Module):
         self.shape, self.positions = shape, Positions()
         self.token_embedding = nn.Embedding(shape.vocabulary, shape.d_model)
         self.position_embedding = nn.Embedding(shape.context, shape.d_model) if shape.position == "learned" else None
-        self.blocks = nn.ModuleList(Block(shape, self.positions) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape, self.positions) for _ in range(shape.layers))
         self.norm = make_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocabulary, bias=False)
         self.apply(self.initialize)

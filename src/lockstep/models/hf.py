@@ -53,8 +53,8 @@ def build_hf(config: schema.HF) -> nn.Module:
         if list(folder.glob("*.safetensors")) and not on_meta:
             options |= {"config": theirs, "local_files_only": True, "use_safetensors": True}
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-            model, told = loaded
-            check_loaded(told, folder)
+            model, loading = loaded
+            check_loaded(loading, folder)
         else:
             model = AutoModelForCausalLM.from_config(theirs, **options)
     except UserError:
@@ -64,10 +64,10 @@ def build_hf(config: schema.HF) -> nn.Module:
     return with_logits(model.train())
 
 
-def check_loaded(told: dict[str, Any], folder: Path) -> None:
+def check_loaded(loading: dict[str, Any], folder: Path) -> None:
     """Layers that its weights have not would begin at random, and those of other shapes too."""
     for what, said in (("missing_keys", "its weights have no"), ("mismatched_keys", "its weights do not fit")):
-        if wrong := sorted(map(str, told.get(what) or ())):
+        if wrong := sorted(map(str, loading.get(what) or ())):
             raise UserError(f"model.path {folder}: {said} {wrong[0]} (and {len(wrong) - 1} more); mend its config.json")
 
 

@@ -28,7 +28,7 @@ def outputs_of(config: schema.Own, spec: DataSpec) -> Any:
             return try_out(own_model(config), spec, "meta")
     except UserError:
         raise
-    except Exception:  # of anybody's code: a mistake in it, or something that the meta device has not (`tensor.item()`)
+    except Exception:  # of a user's code: a mistake in it, or something that the meta device has not (`tensor.item()`)
         model = own_model(config)
     try:
         return try_out(model, spec, "cpu")

@@ -33,7 +33,7 @@ def group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(min(8, channels), channels)
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block: two 3x3 convolutions, or 1x1, 3x3, 1x1 with four times the output channels (bottleneck)."""
 
     def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool, norm: Norm) -> None:
@@ -97,7 +97,7 @@ class ResNet(nn.Module):
         for stage, count in enumerate(stages or stages_of(depth)):
             for index in range(count):
                 stride = 2 if stage > 0 and index == 0 else 1
-                blocks.append(Block(channels, width * 2**stage, stride, bottleneck, make_norm))
+                blocks.append(ResidualBlock(channels, width * 2**stage, stride, bottleneck, make_norm))
                 channels = width * 2**stage * (4 if bottleneck else 1)
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes)
@@ -121,7 +121,7 @@ class ResNet(nn.Module):
         assert isinstance(stem, nn.Conv2d)
         total = flops_of(stem)
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, ResidualBlock)
             before = height, width
             total += sum(flops_of(m) for m in block.branch.modules() if isinstance(m, nn.Conv2d))
             after, (height, width) = (height, width), before  # the shortcut starts where the branch did

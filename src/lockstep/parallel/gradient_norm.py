@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import all_gather_objects, all_reduce
+from lockstep.comm.collectives import all_reduce
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.layout.region import Box, Held, local
+from lockstep.parallel.counting import count_once
 from lockstep.parallel.holding import Holder, trained_by
 
 
@@ -34,14 +35,10 @@ class Gradients:
         """(of what this rank counts, the boxes; what other ranks count for it, or part of that; whether all ranks hold
         everything). All ranks find it out together.
         """
-        everyone = all_gather_objects({name: held.region for name, held in self.trained.items()}, self.group)
-        before = everyone[: self.group.rank]
-        counted = {n: h.region.minus(t[n] for t in before if n in t) for n, h in self.trained.items()}
-        names = {name for theirs in everyone for name in theirs}
-        everywhere = all(name in t and t[name].is_whole for name in names for t in everyone)
-        mine = [(self.trained[name], boxes) for name, boxes in counted.items() if boxes]
-        copies = [held for name, held in self.trained.items() if counted[name] != held.region.boxes]
-        return mine, copies, everywhere
+        counted = count_once({name: held.region for name, held in self.trained.items()}, self.group, self.device)
+        mine = [(self.trained[name], boxes) for name, boxes in counted.boxes.items() if boxes]
+        copies = [held for name, held in self.trained.items() if counted.boxes[name] != held.region.boxes]
+        return mine, copies, counted.everywhere
 
     def tensors(self) -> list[Tensor]:
         """This rank's, as plain tensors."""

@@ -31,7 +31,7 @@ class Sent:
         return Sent(None if self.collectives is None else self.collectives * times, self.wire_bytes * times)
 
     def in_pieces(self, pieces: int | None) -> "Sent":
-        """The same bytes in more calls; None: nobody knows in how many."""
+        """The same bytes in more calls; None: it is not known in how many."""
         return Sent(None if pieces is None or self.collectives is None else self.collectives * pieces, self.wire_bytes)
 
     def matches(self, counted: "Traffic") -> bool:

@@ -1,7 +1,7 @@
 """Measure the machine that this runs on: products, attention, memory and links, by all ranks at once.
 
 What a kind is known for stays in its file; what is measured becomes a factor of the planner's constants, or a link's
-own numbers. So the same formulas hold for a machine that nobody has published results of.
+own numbers. So the same formulas hold for a machine without published results.
 """
 
 import time
@@ -74,7 +74,7 @@ def timed(world: World, work: Callable[[], Any]) -> float:
     return median(found)
 
 
-def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple[list[Measured], Links]:
+def measure(world: World, progress: Callable[[str], None] = lambda _: None) -> tuple[list[Measured], Links]:
     """On every rank; every rank returns all."""
     device, on_gpu = world.device, world.device.type == "cuda"
     products = []
@@ -82,18 +82,18 @@ def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple
     for m, k, n in SHAPES:
         for dtype in dtypes:
             rows = 8 * m if on_gpu else m
-            told(f"{rows} x {k} x {n}, {dtype}")
+            progress(f"{rows} x {k} x {n}, {dtype}")
             a, b = torch.randn(rows, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
             name = "bf16" if dtype == torch.bfloat16 else "fp32"
             products.append((rows, k, n, name, timed(world, partial(torch.mm, a, b))))
     attention = []
     for batch, heads, context, dim in ON_GPU if on_gpu else ON_CPU:
-        told(f"attention over {context}")
+        progress(f"attention over {context}")
         dtype = torch.bfloat16 if on_gpu else torch.float32
         q = torch.randn(batch, heads, context, dim, device=device, dtype=dtype)
         seconds = timed(world, partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
         attention.append((batch, heads, context, dim, seconds))
-    told("memory")
+    progress("memory")
     source = torch.empty(2**28 if on_gpu else 2**24, device=device)
     target = torch.empty_like(source)
     seconds = timed(world, lambda: target.copy_(source))
@@ -101,7 +101,7 @@ def measure(world: World, told: Callable[[str], None] = lambda _: None) -> tuple
     mine = Measured(products, attention, 2 * source.nbytes / seconds, torch.get_num_threads(), total, name)
     links: Links = {}
     if world.size > 1:
-        told("links")
+        progress("links")
         sweep = Sweep((4096, 262144, 4 * 2**20, 32 * 2**20), 15, 2, False)
         names = [name for name in ROUND if (name, world.backend) != ("reduce_scatter", "gloo")]  # an all-reduce there
         measured = bench_comm(world, [*names, "send_recv"], [world.backend], ["native"], sweep)

@@ -12,7 +12,7 @@ from lockstep.plan.published import Row
 from lockstep.plan.step import StepTime, step_time
 
 SWEEP = ("model", "gpu", "gpus", "global_batch", "seq", "precision")
-"""Rows of one source that agree in these differ in their layout: among them somebody would have had to choose."""
+"""Rows of one source that agree in these differ in their layout: a user would have had to choose among them."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ def judge(row: Row) -> Judged:
         return Judged(row)
     try:
         found, seconds = memory_of(row.setting), step_time(row.setting)
-    except (ArithmeticError, ValueError) as error:  # a layout that nobody can have run
+    except (ArithmeticError, ValueError) as error:  # a layout that cannot have been run
         row.setting, row.reason = None, f"its numbers do not go together ({error})"
         return Judged(row)
     fits = verdict(found, row.setting.machine.memory_gib)

@@ -1,4 +1,4 @@
-"""Which strategy, and why: the questions that everybody asks, answered by the planner's numbers.
+"""Which strategy, and why: the usual questions, answered by the planner's numbers.
 
 does a whole copy of model, gradients and optimizer fit each GPU?    yes: ddp
 do they fit when the ranks divide them?                              yes: zero1, zero2, zero3: the least that does
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lockstep.errors import UserError
 from lockstep.plan.machine import Cluster, usual_precision
 from lockstep.plan.network import Network
-from lockstep.plan.search import Plan, Question, search
+from lockstep.plan.search import Question, ScoredLayout, search
 from lockstep.plan.software import OURS, Kept, Software
 
 ADAPTERS = replace(OURS, name="lockstep, LoRA", kept=Kept(2, 0, 0), frozen=True)
@@ -35,8 +35,8 @@ class Choice:
     reason: str
     flags: str
     """Of `lockstep train`."""
-    plan: Plan | None
-    fastest: Plan | None = None
+    plan: ScoredLayout | None
+    fastest: ScoredLayout | None = None
     """Of all layouts, where that is another."""
 
 
@@ -75,18 +75,18 @@ def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf1
     return Choice(",".join([engine + name, *axes]), reason, flags_of(best, engine) + lora, best)
 
 
-def fastest(question: Question) -> Plan | None:
+def fastest(question: Question) -> ScoredLayout | None:
     found = search(question, 12).plans
     safe = [plan for plan in found if plan.fits == "fits"] or found
     return safe[0] if safe else None
 
 
-def faster_than(plan: Plan, best: Plan | None) -> Plan | None:
+def faster_than(plan: ScoredLayout, best: ScoredLayout | None) -> ScoredLayout | None:
     """Worth a word only where it is a tenth faster."""
     return best if best is not None and best.time.seconds < 0.9 * plan.time.seconds else None
 
 
-def flags_of(plan: Plan, engine: str) -> str:
+def flags_of(plan: ScoredLayout, engine: str) -> str:
     layout = plan.layout
     flags = [f"--parallel.data {engine}"]
     flags += [f"--parallel.{axis} {getattr(layout, axis)}" for axis in ("tp", "pp", "cp") if getattr(layout, axis) > 1]

@@ -27,7 +27,7 @@ class Constants:
         return 1.0 if name is None else self.values.get(f"factor_{name}", 1.0)
 
     def scaled(self, factors: Mapping[str, float]) -> "Constants":
-        """As they are on a machine that these were found on; what is no constant of ours is somebody else's."""
+        """As they are on a machine that these were found on; other constants come from their sources."""
         return self.changed(**{name: self[name] * f for name, f in factors.items() if name in self.values})
 
     def changed(self, **values: float) -> "Constants":
@@ -36,11 +36,11 @@ class Constants:
 
 @cache
 def fitted() -> Constants:
-    return Constants({name: float(entry["value"]) for name, entry in told().items()})
+    return Constants({name: float(entry["value"]) for name, entry in entries().items()})
 
 
 @cache
-def told() -> dict[str, dict[str, Any]]:
+def entries() -> dict[str, dict[str, Any]]:
     """Name -> value, unit and meaning."""
     text = (resources.files("lockstep.plan") / "constants.yaml").read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = yaml.safe_load(text)

@@ -1,7 +1,7 @@
 """Every term of a prediction in words: its formula, its number, where the formula comes from."""
 
 from lockstep.plan.memory import GIB
-from lockstep.plan.search import Plan
+from lockstep.plan.search import ScoredLayout
 from lockstep.words import duration
 
 TIME = {
@@ -40,7 +40,7 @@ MEMORY = {
 }
 
 
-def explained(plan: Plan) -> list[tuple[str, str, str, str]]:
+def explained(plan: ScoredLayout) -> list[tuple[str, str, str, str]]:
     """(term, number, formula, where it stands); times, then memory."""
     found = []
     for name, seconds in plan.time.terms.items():
@@ -51,7 +51,7 @@ def explained(plan: Plan) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def warnings(plan: Plan) -> list[str]:
+def warnings(plan: ScoredLayout) -> list[str]:
     """Sizes that waste tiles, and settings that only just fit."""
     network, layout, said = plan.setting.network, plan.layout, []
     for block, _ in network.layers[:1]:

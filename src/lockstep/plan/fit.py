@@ -58,7 +58,7 @@ def fit(
     free: Sequence[str],
     plausible: Constants,
     rounds: int = 8,
-    told: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
     workers: int = 2,
 ) -> Constants:
     """Levenberg-Marquardt with numeric derivatives."""
@@ -96,7 +96,7 @@ def fit(
             else:
                 break
             gained, x, error, best = best - loss(new, tried), tried, new, loss(new, tried)
-            told(f"round {number + 1}: loss {best:.1f}, mean error {float(np.abs(np.expm1(error)).mean()):.2%}")
+            report(f"round {number + 1}: loss {best:.1f}, mean error {float(np.abs(np.expm1(error)).mean()):.2%}")
             if gained < 0.2:
                 break
     return constants_at(x)

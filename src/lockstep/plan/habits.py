@@ -30,7 +30,7 @@ class Habit:
     zero: int = 1
     """Where a row does not say."""
     between_gb_per_s: float | None = None
-    """Of one GPU, where the source tells."""
+    """Of one GPU, where the source says."""
     counts: str = "whole"
     """How its TFLOP/s count: whole or causal attention, and what else (see `measured.py`)."""
 
@@ -112,7 +112,7 @@ WORDS = (
     (r"fsdp|titan|composer|foundry|accelerate|axolotl|fairscale", FSDP),
     (r"deepspeed|zero|colossal", Software("DeepSpeed", attention="flash2", gradient_bytes=2, kept=NARROW)),
 )
-"""Of sources that nobody has told of: the software that their words name."""
+"""Of sources that are not listed: the software that their text names."""
 
 
 def habit_of(source: str, notes: str) -> Habit:
@@ -139,12 +139,12 @@ def habit_of(source: str, notes: str) -> Habit:
     if release is not None and (int(release[1]), int(release[2])) >= (26, 6):
         software = replace(software, graphs=True, overlaps_experts=True)
     habit = replace(habit, software=software)
-    told = link_in(notes) or link_in(source)
-    return replace(habit, between_gb_per_s=told) if told else habit
+    stated = link_in(notes) or link_in(source)
+    return replace(habit, between_gb_per_s=stated) if stated else habit
 
 
 def link_in(text: str) -> float | None:
-    """GB/s of one GPU to other nodes, of nodes with eight, where a text tells it."""
+    """GB/s of one GPU to other nodes, of nodes with eight, where a text states it."""
     per_gpu = re.search(r"(\d+) ?Gb/s (?:RDMA )?per GPU", text)
     if per_gpu:
         return float(per_gpu[1]) / 8

@@ -69,7 +69,9 @@ def with_known_work(network: Network, gflop_per_token: float | None) -> Network:
 def nemotron3(
     name: str, layers: int, hidden: int, experts: int, visits: int, ffn: int, latent: int, gflop: float
 ) -> Network:
-    """Mamba, attention and experts mixed: told as attention with experts, with the FLOP per token that is published."""
+    """Mamba, attention and experts mixed: described as attention with experts, with the FLOP per token that is
+    published.
+    """
     return routed(
         *(name, layers, hidden, 32, 2, 128, experts, visits, ffn, 131072, 2 * ffn),
         gflop_per_token=gflop,

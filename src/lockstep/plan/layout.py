@@ -17,7 +17,7 @@ SHARE = {"none": 0.0, "attention": 0.0, "selective": 0.5, "every": 0.5, "full": 
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlanLayout:
     """Degrees of each axis and how a batch is cut: what `search.py` goes through."""
 
     dp: int = 1
@@ -85,7 +85,7 @@ class Layout:
         return " ".join(words)
 
 
-def stages_of(network: Network, layout: Layout, how: Stages = "layers") -> list[float]:
+def stages_of(network: Network, layout: PlanLayout, how: Stages = "layers") -> list[float]:
     """How many layers each rank of the pipeline has; the largest share where they do not divide."""
     p, layers = layout.pp, network.depth
     if p == 1:
@@ -114,7 +114,7 @@ def layers_by_cost(network: Network, parts: int) -> list[int]:
     return [end - begin - (begin == 0) - (end == len(costs)) for begin, end in pairwise(ends)]
 
 
-def illegal(network: Network, layout: Layout, gpus: int) -> str | None:
+def illegal(network: Network, layout: PlanLayout, gpus: int) -> str | None:
     """Why it cannot be run; None: it can."""
     attention = next((b.attention for b in network.blocks() if b.attention is not None), None)
     batch = layout.dp * layout.micro_batch

@@ -10,7 +10,7 @@ from lockstep.config import Config, load_config
 from lockstep.config.load import MODELS, structure
 from lockstep.config.trust import check_trusted
 from lockstep.errors import UserError
-from lockstep.plan.layout import Layout, Recompute
+from lockstep.plan.layout import PlanLayout, Recompute
 from lockstep.plan.machine import Machine
 from lockstep.plan.memory import memory_of
 from lockstep.plan.network import Network
@@ -39,14 +39,14 @@ class Learned:
         return self.measured_s / self.predicted_s
 
 
-def layout_of(config: Config, ranks: int) -> Layout:
+def layout_of(config: Config, ranks: int) -> PlanLayout:
     """What `lockstep train` makes of a config at so many ranks."""
     parallel, train = config.parallel, config.train
     degrees = degrees_of(parallel, ranks)
     dp = degrees.replicate * degrees.shard
     micro_batches = train.accumulation if parallel.pp == 1 else micro_batches_of(parallel, train.accumulation)
     recompute: Recompute = train.recompute
-    return Layout(
+    return PlanLayout(
         dp=dp,
         tp=parallel.tp,
         pp=parallel.pp,

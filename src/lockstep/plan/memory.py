@@ -5,7 +5,7 @@ gradients     likewise, by zero2
 optimizer     moments, and the master weights that narrow parameters need, by zero1
 activations   what forward leaves for backward, of every micro-batch in flight (by the schedule's law)
 logits        of the last stage, with their gradient
-buffers       layers that zero3 has gathered, gradients on their way
+buffers       layers that zero3 has gathered, gradients in flight
 overhead      the runtime's context, communication buffers, blocks that the allocator cannot use
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from lockstep.parallel.pipeline.law import held
 from lockstep.parallel.zero.law import divided
-from lockstep.plan.layout import Layout, stages_of
-from lockstep.plan.network import Block
+from lockstep.plan.layout import PlanLayout, stages_of
+from lockstep.plan.network import Layer
 from lockstep.plan.step import Setting
 
 GIB = 2.0**30
@@ -50,7 +50,7 @@ def memory_of(setting: Setting) -> Memory:
     return max(found, key=lambda memory: memory.total)
 
 
-def blocks_between(setting: Setting, start: float, end: float) -> list[tuple[Block, float]]:
+def blocks_between(setting: Setting, start: float, end: float) -> list[tuple[Layer, float]]:
     """The layers of a stage, each with how much of it; of a rank with chunks from everywhere, the mean."""
     network, found, at = setting.network, [], 0.0
     if setting.layout.chunks > 1:
@@ -63,7 +63,7 @@ def blocks_between(setting: Setting, start: float, end: float) -> list[tuple[Blo
     return found
 
 
-def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Block, float]]) -> Memory:
+def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Layer, float]]) -> Memory:
     s, layout, network, software = setting, setting.layout, setting.network, setting.software
     kept = software.kept
     routed = sum(b.expert_parameters * n for b, n in blocks)
@@ -113,7 +113,7 @@ BUCKET = 25 * 2.0**20
 
 def own_engines(setting: Setting, kinds: dict[str, float], last: bool) -> None:
     """As ours hold them: gradients live in buckets; zero1 has a piece of one beside them, zero2 the two that are being
-    filled and sent. Gradients that have no buckets (of zero3, and of a rank that shares them with nobody) are there
+    filled and sent. Gradients that have no buckets (of zero3, and of a rank that shares them with no other) are there
     only when backward has made them, and by then activations are gone.
     """
     layout, network, narrow = setting.layout, setting.network, setting.element
@@ -143,7 +143,7 @@ def kept_less(setting: Setting) -> float:
     return (2.0 if narrow else 0.0) + (0.8 if software.fused else 0.0)
 
 
-def whole_layer(setting: Setting, block: Block) -> float:
+def whole_layer(setting: Setting, block: Layer) -> float:
     """Bytes of a token that a layer's forward leaves for its backward, without recomputation."""
     layout, c = setting.layout, setting.constants
     tp = layout.tp
@@ -156,7 +156,7 @@ def whole_layer(setting: Setting, block: Block) -> float:
     return setting.element * (elements + routed) + scores
 
 
-def kept_by_layer(setting: Setting, block: Block) -> float:
+def kept_by_layer(setting: Setting, block: Layer) -> float:
     """The same under the layout's recomputation."""
     layout = setting.layout
     entry = setting.element * block.width / setting.beside
@@ -168,7 +168,7 @@ def kept_by_layer(setting: Setting, block: Block) -> float:
     return whole * setting.constants["selective_kept"] if layout.recompute == "selective" else whole
 
 
-def in_flight(layout: Layout, stage: int) -> float:
+def in_flight(layout: PlanLayout, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once; a chunk of one counts as its share."""
     if layout.pp == 1:
         return 1.0

@@ -1,7 +1,7 @@
 """What the planner knows of a model: matrix products, attention and parameters, layer by layer; no weights, no code.
 
 A layer is a list of products (tokens, k) x (k, n), each of which tensor parallelism cuts by its output (column) or its
-input (row), and an attention. Whatever the planner is asked about is told in these words: our GPT, a Hugging Face
+input (row), and an attention. Whatever the planner is asked about is described in these terms: our GPT, a Hugging Face
 config, a row of a published table, a traced module.
 """
 
@@ -49,14 +49,14 @@ class Attention:
     """Positions that a query looks at, at most."""
 
     def flops(self, context: int, counted_whole: bool = False) -> float:
-        """Of one token, forward: both products; of a causal mask only the half that is looked at, unless told."""
+        """Of one token, forward: both products; of a causal mask only the half that is computed, unless given."""
         seen = min(context, self.window or context)
         half = 0.5 if self.causal and not counted_whole and seen == context else 1.0
         return 2 * self.heads * (self.dim + self.value_dim) * seen * half
 
 
 @dataclass(frozen=True)
-class Block:
+class Layer:
     """One layer."""
 
     products: tuple[Product, ...]
@@ -98,7 +98,7 @@ class Network:
     """A model as the planner sees it: kinds of layers and how often each occurs."""
 
     name: str
-    layers: tuple[tuple[Block, int], ...]
+    layers: tuple[tuple[Layer, int], ...]
     """(layer, how often), in the order of the model."""
     hidden: int
     vocabulary: int
@@ -116,7 +116,7 @@ class Network:
     def depth(self) -> int:
         return sum(count for _, count in self.layers)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Layer]:
         for block, count in self.layers:
             for _ in range(count):
                 yield block
@@ -156,7 +156,7 @@ def transformer_block(
     shared_ffn: int = 0,
     biases: bool = False,
     latent: int = 0,
-) -> Block:
+) -> Layer:
     """Attention and feed-forward; with experts, `ffn` is one expert's width, and `latent` what a token is shortened to
     before it is sent to them.
     """
@@ -181,7 +181,7 @@ def transformer_block(
     inner = (up + 1) * (ffn * max(1, visits) + shared_ffn) + (heads + 2 * kv) * dim
     other = 2 * hidden * (2 if biases else 1) + (sum(p.n for p in products) if biases else 0)
     attention = Attention(heads, kv, dim, dim, causal, window)
-    return Block(tuple(products), attention, hidden, inner, other, latent)
+    return Layer(tuple(products), attention, hidden, inner, other, latent)
 
 
 def latent_block(
@@ -196,7 +196,7 @@ def latent_block(
     experts: int = 0,
     visits: int = 0,
     shared_ffn: int = 0,
-) -> Block:
+) -> Layer:
     """Multi-head latent attention (DeepSeek): queries, keys and values from vectors of low rank."""
     like = transformer_block(hidden, heads, ffn, experts=experts, visits=visits, shared_ffn=shared_ffn)
     dim = nope + rope
@@ -211,7 +211,7 @@ def latent_block(
         *like.products[2:],
     )
     inner = like.inner - 3 * hidden + heads * (2 * dim + value_dim) + q_rank + kv_rank
-    return Block(products, Attention(heads, heads, dim, value_dim), hidden, inner, like.other_parameters)
+    return Layer(products, Attention(heads, heads, dim, value_dim), hidden, inner, like.other_parameters)
 
 
 def transformer(

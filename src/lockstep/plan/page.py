@@ -9,7 +9,7 @@ from lockstep.parallel.pipeline.schedule import placement_of
 from lockstep.parallel.pipeline.timetable import Costs, timetable
 from lockstep.plan.memory import GIB
 from lockstep.plan.pipeline import instructions
-from lockstep.plan.search import Answer, Plan
+from lockstep.plan.search import Answer, ScoredLayout
 from lockstep.plan.step import Clock
 from lockstep.report.page import framed
 from lockstep.results.chart import CONFIG
@@ -24,7 +24,7 @@ COLOURS = {
 }
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations"}
 MOST_STAGES = 16
-"""Pipelines with more have no picture: nobody could read it."""
+"""Pipelines with more have no picture: it could not be read."""
 
 
 def write_page(answer: Answer, file: Path) -> None:
@@ -44,7 +44,7 @@ def write_page(answer: Answer, file: Path) -> None:
     write_whole(file, framed(title, body.replace("{{text}}", escape(text)), data, script, style))
 
 
-def as_point(number: int, plan: Plan, pictures: dict[str, Any]) -> dict[str, Any]:
+def as_point(number: int, plan: ScoredLayout, pictures: dict[str, Any]) -> dict[str, Any]:
     times = [
         {"name": name, "value": seconds, "colour": f"var(--{COLOURS[name]})"}
         for name, seconds in plan.time.terms.items()
@@ -64,7 +64,7 @@ def as_point(number: int, plan: Plan, pictures: dict[str, Any]) -> dict[str, Any
     }
 
 
-def picture_of(plan: Plan, pictures: dict[str, Any]) -> str | None:
+def picture_of(plan: ScoredLayout, pictures: dict[str, Any]) -> str | None:
     """The key of the picture of its pipeline, drawn once for layouts whose stages are alike."""
     layout = plan.layout
     if not 1 < layout.pp <= MOST_STAGES:

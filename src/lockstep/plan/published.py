@@ -10,13 +10,13 @@ from lockstep.errors import UserError
 from lockstep.plan.constants import Constants, fitted
 from lockstep.plan.habits import Habit, habit_of
 from lockstep.plan.known import known_model
-from lockstep.plan.layout import Layout, Recompute
+from lockstep.plan.layout import PlanLayout, Recompute
 from lockstep.plan.machine import Link, Machine, machine_of
 from lockstep.plan.network import Network, transformer, transformer_block
 from lockstep.plan.step import Setting
 
 COLUMNS = ("source", "model", "seq", "gpu", "gpus", "tp", "pp", "dp")
-"""Without these no row can be told."""
+"""Without these no row can be described."""
 
 
 @dataclass
@@ -216,7 +216,7 @@ def precision_of(text: str, machine: Machine) -> str:
     return "fp16" if machine.architecture == "volta" else "bf16"
 
 
-def layout_of(cells: dict[str, str], habit: Habit, network: Network) -> Layout:
+def layout_of(cells: dict[str, str], habit: Habit, network: Network) -> PlanLayout:
     notes = cells.get("notes", "")
     tp, pp, cp, dp = whole(cells, "tp"), whole(cells, "pp"), whole(cells, "cp", 1), whole(cells, "dp")
     zero = whole(cells, "zero_stage", 3 if re.search(r"FSDP=[1-9]", notes) else habit.zero, least=0)
@@ -239,7 +239,7 @@ def layout_of(cells: dict[str, str], habit: Habit, network: Network) -> Layout:
         micro_batches = -(-micro_batches // pp) * pp
         batch = micro_batches * dp * micro
     shard = noted(notes, r"zero1=(\d+)", 0)
-    layout = Layout(dp, tp, pp, cp, max(1, ep), zero, shard, schedule, chunks, micro, batch)
+    layout = PlanLayout(dp, tp, pp, cp, max(1, ep), zero, shard, schedule, chunks, micro, batch)
     etp = whole(cells, "etp", 0, least=0)
     return replace(layout, recompute=recompute_of(cells, habit), expert_tp=etp if ep > 1 else 0)
 

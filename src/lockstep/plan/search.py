@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.plan.constants import Constants, fitted
-from lockstep.plan.layout import Layout, Recompute, illegal
+from lockstep.plan.layout import PlanLayout, Recompute, illegal
 from lockstep.plan.machine import Cluster
 from lockstep.plan.memory import Memory, memory_of, verdict
 from lockstep.plan.network import Network
@@ -41,12 +41,12 @@ class Question:
     engines: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages to try."""
 
-    def setting(self, layout: Layout) -> Setting:
+    def setting(self, layout: PlanLayout) -> Setting:
         return Setting(self.network, layout, self.cluster.machine, self.software, self.precision, self.constants)
 
 
 @dataclass
-class Plan:
+class ScoredLayout:
     """A layout, judged."""
 
     setting: Setting
@@ -55,7 +55,7 @@ class Plan:
     fits: str
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> PlanLayout:
         return self.setting.layout
 
     @property
@@ -99,21 +99,21 @@ class Answer:
     """A layout, with its time and memory."""
 
     question: Question
-    plans: list[Plan]
+    plans: list[ScoredLayout]
     """That fit, fastest first; those that are risky among them."""
     considered: int = 0
     fitting: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     """Why layouts were left out, and how many."""
-    smallest: Layout | None = None
+    smallest: PlanLayout | None = None
     """Of those that do not fit, the one that needs least memory."""
 
     @property
-    def best(self) -> Plan:
+    def best(self) -> ScoredLayout:
         """The fastest that leaves room to spare; where none does, the fastest."""
         return next((plan for plan in self.plans if plan.fits == "fits"), self.plans[0])
 
-    def shown(self, top: int) -> list[Plan]:
+    def shown(self, top: int) -> list[ScoredLayout]:
         """The fastest with room to spare; then some that are faster than the best of them, and risky."""
         safe = [plan for plan in self.plans if plan.fits == "fits"][:top]
         if not safe:
@@ -122,10 +122,10 @@ class Answer:
         return [*safe, *risky[: max(1, top // 3)]]
 
 
-def judge(question: Question, layout: Layout) -> Plan:
+def judge(question: Question, layout: PlanLayout) -> ScoredLayout:
     setting = question.setting(layout)
     memory = memory_of(setting)
-    return Plan(setting, step_time(setting), memory, verdict(memory, setting.machine.memory_gib))
+    return ScoredLayout(setting, step_time(setting), memory, verdict(memory, setting.machine.memory_gib))
 
 
 WORKED_OUT = 40
@@ -164,7 +164,7 @@ def found_with(question: Question, most: int) -> Answer:
     answer.fitting = len(fitting)
     safe, risky = ([one for one in fitting if (one[3] == "fits") == wanted] for wanted in (True, False))
     worth = [*safe[:most], *risky[: most if not safe else most // 3]]
-    answer.plans = [Plan(clock.s, clock.step(), memory, fits) for _, clock, memory, fits in worth]
+    answer.plans = [ScoredLayout(clock.s, clock.step(), memory, fits) for _, clock, memory, fits in worth]
     answer.plans.sort(key=lambda plan: plan.time.seconds)
     return answer
 
@@ -182,7 +182,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def candidates(question: Question, refused: Counter[str]) -> Iterator[tuple[Layout, Memory]]:
+def candidates(question: Question, refused: Counter[str]) -> Iterator[tuple[PlanLayout, Memory]]:
     """Legal layouts. Of recomputation the least that fits is tried: more is slower."""
     network, gpus, fixed = question.network, question.cluster.gpus, dict(question.fixed)
 
@@ -213,7 +213,7 @@ def candidates(question: Question, refused: Counter[str]) -> Iterator[tuple[Layo
 
 def _with_data(
     question: Question, refused: Counter[str], choices: Choices, tp: int, pp: int, cp: int, dp: int, experts: int
-) -> Iterator[tuple[Layout, Memory]]:
+) -> Iterator[tuple[PlanLayout, Memory]]:
     batch, network, within = question.global_batch, question.network, question.cluster.machine.gpus_per_node
     if ("dp", dp) not in question.fixed and any(name == "dp" for name, _ in question.fixed):
         return
@@ -233,7 +233,7 @@ def _with_data(
                 for zero in choices("zero", stages):
                     groups = [0, within // tp] if zero == 3 and dp * cp * tp > within > tp else [0]
                     for shard in choices("shard", groups):
-                        layout = Layout(dp, tp, pp, cp, ep, zero, shard, schedule, chunks, mb, batch)
+                        layout = PlanLayout(dp, tp, pp, cp, ep, zero, shard, schedule, chunks, mb, batch)
                         reason = illegal(network, layout, question.cluster.gpus)
                         if reason is not None:
                             refused[reason] += 1
@@ -259,10 +259,10 @@ def schedules(question: Question, pp: int, micro_batches: int) -> list[tuple[str
     return found
 
 
-def least_recompute(question: Question, choices: Choices, layout: Layout) -> Iterator[tuple[Layout, Memory]]:
+def least_recompute(question: Question, choices: Choices, layout: PlanLayout) -> Iterator[tuple[PlanLayout, Memory]]:
     """The first that leaves room to spare, and before it the first that fits at all; else the one that holds least."""
     gib, risky = question.cluster.machine.memory_gib, False
-    found: tuple[Layout, Memory] | None = None
+    found: tuple[PlanLayout, Memory] | None = None
     for recompute in choices("recompute", RECOMPUTE):
         one = replace(layout, recompute=recompute, offload=bool(choices("offload", (False,))[0]))
         found = one, memory_of(question.setting(one))
@@ -280,10 +280,10 @@ def least_recompute(question: Question, choices: Choices, layout: Layout) -> Ite
 # ---- around the best -------------------------------------------------------------------------------------------------
 
 
-def neighbours(question: Question, plan: Plan) -> list[tuple[str, Plan | str]]:
+def neighbours(question: Question, plan: ScoredLayout) -> list[tuple[str, ScoredLayout | str]]:
     """What one step in each direction would change; or why it cannot be taken."""
     layout, found = plan.layout, []
-    steps: list[tuple[str, Layout]] = []
+    steps: list[tuple[str, PlanLayout]] = []
     for name in ("tp", "pp", "cp"):
         value = getattr(layout, name)
         if layout.dp % 2 == 0 and (name != "pp" or 2 * value <= DEEPEST):
@@ -308,9 +308,9 @@ def neighbours(question: Question, plan: Plan) -> list[tuple[str, Plan | str]]:
     return found
 
 
-def least_gpus(question: Question) -> tuple[int, Plan] | None:
+def least_gpus(question: Question) -> tuple[int, ScoredLayout] | None:
     """The fewest GPUs that something fits on: halves of the cluster, then of a node."""
-    best: tuple[int, Plan] | None = None
+    best: tuple[int, ScoredLayout] | None = None
     gpus = question.cluster.gpus
     free = replace(question, fixed=tuple((n, v) for n, v in question.fixed if n in ("recompute", "micro_batch")))
     while gpus >= 1:
@@ -326,7 +326,7 @@ def least_gpus(question: Question) -> tuple[int, Plan] | None:
     return best
 
 
-def first_that_fits(question: Question) -> Plan | None:
+def first_that_fits(question: Question) -> ScoredLayout | None:
     """Not the fastest: whichever is found first of those that hold least."""
     for layout, memory in candidates(replace(question, engines=(3, 1, 0)), Counter()):
         if verdict(memory, question.cluster.machine.memory_gib) != "does not fit":
@@ -334,9 +334,9 @@ def first_that_fits(question: Question) -> Plan | None:
     return None
 
 
-def pareto(plans: Iterable[Plan]) -> list[Plan]:
+def pareto(plans: Iterable[ScoredLayout]) -> list[ScoredLayout]:
     """Those that no other is both faster and smaller than."""
-    front: list[Plan] = []
+    front: list[ScoredLayout] = []
     for plan in sorted(plans, key=lambda p: (p.time.seconds, p.memory.total)):
         if not front or plan.memory.total < front[-1].memory.total:
             front.append(plan)

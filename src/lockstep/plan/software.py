@@ -1,6 +1,6 @@
 """What the code that trains does with the same mathematics: which kernels, what it overlaps, in which types it sums.
 
-It is an input: `ours` by default; the published results come from others, whose habits are told in their sources.
+It is an input: `ours` by default; the published results come from others, whose settings are in their sources.
 """
 
 from dataclasses import dataclass, replace

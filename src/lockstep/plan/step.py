@@ -7,7 +7,7 @@ head          the products with the vocabulary, and the loss
 recompute     what backward computes again
 tensor        all-gathers and reduce-scatters (or all-reduces) of tensor parallelism that are waited for
 context       keys and values that go round the context-parallel ring, as far as attention does not hide them
-experts       tokens on their way to their experts and back, and their permutation
+experts       tokens sent to their experts and back, and their permutation
 shards        parameters that zero3 gathers and gradients that it scatters, as far as layers do not hide them
 launch        the host issues kernels more slowly than the GPU ends them
 pipeline      ranks that stand idle, by running the schedule (pipeline.py)
@@ -26,10 +26,10 @@ from lockstep.parallel.tensor.law import PASSES_FORWARD, passes_backward
 from lockstep.parallel.zero.law import gathers
 from lockstep.plan.constants import Constants, fitted
 from lockstep.plan.kernels import attention_seconds, memory_rate, moving_seconds, product_seconds
-from lockstep.plan.layout import SHARE, Layout, stages_of
+from lockstep.plan.layout import SHARE, PlanLayout, stages_of
 from lockstep.plan.links import GATHER, REDUCE, collective_seconds, exchange_seconds, message_seconds
 from lockstep.plan.machine import Machine
-from lockstep.plan.network import Block, Network
+from lockstep.plan.network import Layer, Network
 from lockstep.plan.pipeline import pipeline_seconds
 from lockstep.plan.software import OURS, Software
 
@@ -51,7 +51,7 @@ class Setting:
     """Everything that a prediction depends on."""
 
     network: Network
-    layout: Layout
+    layout: PlanLayout
     machine: Machine
     software: Software = OURS
     precision: str = "bf16"
@@ -125,7 +125,7 @@ class Clock:
 
     # ---- one layer, one micro-batch ----------------------------------------------------------------------------
 
-    def forward(self, block: Block) -> Terms:
+    def forward(self, block: Layer) -> Terms:
         """Seconds of one layer's forward, by term."""
         s, c, tp = self.s, self.c, self.s.layout.tp
         terms: Terms = {"products": self.products(block)}
@@ -144,7 +144,7 @@ class Clock:
         work = s.network.work
         return {name: seconds * work for name, seconds in terms.items()}
 
-    def products(self, block: Block) -> float:
+    def products(self, block: Layer) -> float:
         s, tp, layout = self.s, self.s.layout.tp, self.s.layout
         total = 0.0
         for p in block.products:
@@ -164,7 +164,7 @@ class Clock:
                 total += product_seconds(tokens * p.rows, p.k, p.n, s.wide, s.machine, self.c)
         return total
 
-    def tensor(self, block: Block, passes: int) -> float:
+    def tensor(self, block: Layer, passes: int) -> float:
         """Of a layer's two pairs of cut matrices, each sending its tokens around the ring `passes` times."""
         tp = self.s.layout.tp
         if tp == 1:
@@ -173,7 +173,7 @@ class Clock:
         seconds = 2 * collective_seconds(payload, tp, 1, self.s.machine, self.c, passes)
         return seconds * (self.c["tensor_exposed"] if self.s.software.overlaps_tensor else 1.0)
 
-    def ring(self, block: Block, attention: float) -> float:
+    def ring(self, block: Layer, attention: float) -> float:
         cp, tp = self.s.layout.cp, self.s.layout.tp
         if cp == 1 or block.attention is None:
             return 0.0
@@ -182,7 +182,7 @@ class Clock:
         sent = hops(cp) * message_seconds(payload, tp * (cp - 1), self.s.machine, self.c)
         return max(0.0, sent - attention * 0.5) + self.c["ring_uneven"] * attention * (1 - 1 / cp)
 
-    def experts(self, block: Block) -> float:
+    def experts(self, block: Layer) -> float:
         s, layout = self.s, self.s.layout
         tokens = self.tokens / (1 if layout.experts_tp >= layout.tp else layout.tp)
         payload = tokens * block.visits * (block.routed_width or block.width) * self.s.element
@@ -192,7 +192,7 @@ class Clock:
         seconds = sent + self.c["permute_passes"] * payload / memory_rate(s.machine, self.c)
         return seconds * (self.c["experts_overlapped"] if s.software.overlaps_experts else 1.0)
 
-    def backward(self, block: Block, forward: Terms) -> Terms:
+    def backward(self, block: Layer, forward: Terms) -> Terms:
         """Two products for each of forward's; the same messages the other way; and forward again where asked."""
         c, layout = self.c, self.s.layout
         terms = {"moving": 2 * forward["moving"]}
@@ -218,7 +218,7 @@ class Clock:
             terms["recompute"] = c["selective"] * again
         return terms
 
-    def with_waits(self, block: Block, forward: Terms, backward: Terms) -> None:
+    def with_waits(self, block: Layer, forward: Terms, backward: Terms) -> None:
         """Add what a layer stands waiting for: its shards, and the host."""
         s, c, layout = self.s, self.c, self.s.layout
         if self.gathers_layers or (layout.zero == 2 and s.software.gathers_at_two):

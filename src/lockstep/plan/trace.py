@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.models import build_model
 from lockstep.models.blocks import blocks_of
 from lockstep.plan.describe import network_of_gpt
-from lockstep.plan.network import Block, Network, Product
+from lockstep.plan.network import Layer, Network, Product
 
 SAMPLES = 2
 """Of the batch that is traced: a BatchNorm takes no single one."""
@@ -84,7 +84,7 @@ def traced(build: Callable[[], nn.Module], shape: tuple[int, ...], name: str, dt
             sample = torch.zeros((SAMPLES, *shape), dtype=dtype)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # anybody's code
+    except (Exception, SystemExit) as error:  # a user's code
         raise UserError(f"{name} cannot be built on the meta device: {where_and_what(error)}") from error
     if not isinstance(model, nn.Module):
         raise UserError(f"{name} must give an nn.Module, and gave a {type(model).__name__}")
@@ -100,7 +100,7 @@ def traced(build: Callable[[], nn.Module], shape: tuple[int, ...], name: str, dt
     try:
         with watch, torch.no_grad():
             model(sample)
-    except (Exception, SystemExit) as error:  # anybody's code
+    except (Exception, SystemExit) as error:  # a user's code
         text = "x".join(map(str, shape))
         raise UserError(f"{name} cannot be traced on samples of {text}: {where_and_what(error)}") from error
     finally:
@@ -117,9 +117,9 @@ def traced(build: Callable[[], nn.Module], shape: tuple[int, ...], name: str, dt
     return Network(name, tuple((block, 1) for block in blocks), blocks[-1].width, 0, 1)
 
 
-def made(seen: Seen, parameters: int) -> Block:
-    counted = Block(tuple(seen.products), None, max(1, round(seen.width)), round(seen.elements))
-    return Block(counted.products, None, counted.width, counted.inner, parameters - counted.parameters)
+def made(seen: Seen, parameters: int) -> Layer:
+    counted = Layer(tuple(seen.products), None, max(1, round(seen.width)), round(seen.elements))
+    return Layer(counted.products, None, counted.width, counted.inner, parameters - counted.parameters)
 
 
 def network_of_config(config: Config, spec: DataSpec) -> Network:

@@ -6,7 +6,7 @@ from torch.profiler import record_function
 from lockstep.config import Config
 from lockstep.data import Batch, read_share
 from lockstep.layout.world import World
-from lockstep.measure.steps import full_batches, meet
+from lockstep.measure.steps import full_batches, synchronize
 from lockstep.profile.diagnosis import DATA, STEP
 from lockstep.profile.regions import Regions
 from lockstep.training.prepare import load_head, prepare_strategy
@@ -26,7 +26,7 @@ class MarkedSteps:
         for index in range(steps):
             self.strategy.step(self._read(index))
         self._settle()
-        meet(self.world)
+        synchronize(self.world)
 
     def read(self, index: int) -> Batch:
         with record_function(DATA):

@@ -15,7 +15,7 @@ from lockstep.config import Config, check_ranges
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.measure.profiler import profiler_for, trace_of
-from lockstep.measure.steps import meet
+from lockstep.measure.steps import synchronize
 from lockstep.measure.timeline import timeline
 from lockstep.profile.diagnosis import Diagnosis, busy_spans, diagnose
 from lockstep.profile.marked import MarkedSteps
@@ -57,7 +57,7 @@ def profile_steps(
         with profiler_for(world.device) as profiler:
             for index in range(steps):
                 batch = marked.read(index)
-                meet(world)
+                synchronize(world)
                 began = time.time() * 1e6
                 marked.take(batch, regions)
                 last = timeline(strategy)

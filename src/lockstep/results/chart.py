@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.results.palette import in_light, role, told_apart
+from lockstep.results.palette import distinguished, in_light, role
 
 Spec = dict[str, Any]
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -84,7 +84,9 @@ def lines(
     ]
     names = list(dict.fromkeys(curve.name for curve in curves))
     measured = [curve.name for curve in curves if not curve.dashed]
-    styles = {name: ("var(--other)", [4, 4]) for name in names} | dict(zip(measured, told_apart(measured), strict=True))
+    styles = {name: ("var(--other)", [4, 4]) for name in names} | dict(
+        zip(measured, distinguished(measured), strict=True)
+    )
     legend = {**legend_of(names), "symbolType": "stroke", "symbolSize": 300} if names != [""] else None
     heights = [float(v["y"]) for v in values]  # type: ignore[arg-type]  # drawable ones
     below = bool(heights) and 0 < min(heights) < 0.5 * max(heights)
@@ -103,7 +105,7 @@ def lines(
             "legend": legend,
         },
     }
-    told: Spec = {
+    line_channels: Spec = {
         "strokeDash": {
             "field": "curve",
             "scale": {"domain": names, "range": [styles[name][1] for name in names]},
@@ -120,7 +122,7 @@ def lines(
     drawn: Spec = {
         "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 28} if spots else False},
         "params": [{"name": "shown", "select": {"type": "point", "fields": ["curve"]}, "bind": "legend"}],
-        "encoding": told,
+        "encoding": line_channels,
     }
     band: Spec = {"mark": {"type": "area", "opacity": 0.12}, "encoding": {"y2": {"field": "upper"}}}
     layers = [band, drawn] if any(curve.upper for curve in curves) else [drawn]

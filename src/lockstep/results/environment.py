@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name, as the system tells it."""
+    """Its name, as the system reports it."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         key, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""What a training run has told of its steps: `metrics.jsonl`, one record a line. `training/metrics.py` writes it."""
+"""What a training run has logged of its steps: `metrics.jsonl`, one record a line. `training/metrics.py` writes it."""
 
 import json
 from pathlib import Path

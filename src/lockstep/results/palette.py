@@ -49,7 +49,7 @@ def role(name: str) -> str:
     return f"var(--{ROLES.get(name, 'other')})"
 
 
-def told_apart(names: list[str]) -> list[tuple[str, list[int]]]:
+def distinguished(names: list[str]) -> list[tuple[str, list[int]]]:
     """(colour, dashes) for each of these lines: relatives (bucketed and bucketed+topk) have one colour."""
     families: dict[str, int] = {}
     members: dict[str, int] = {}

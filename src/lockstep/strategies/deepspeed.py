@@ -97,7 +97,7 @@ class DeepSpeed(Engine):
         offloaded = "offload_optimizer" in self.settings["zero_optimization"]
         optimizer = self.options.make_optimizer(self.trainable())
         try:
-            with redirect_stdout(StringIO()):  # it tells of every kernel that it builds
+            with redirect_stdout(StringIO()):  # it prints a line for every kernel that it builds
                 self.engine, self.optimizer, *_ = self.deepspeed.initialize(
                     model=stage,
                     optimizer=host_adam(optimizer) if offloaded else optimizer,
@@ -334,7 +334,7 @@ def import_deepspeed() -> Any:
 
 
 def refuse_stale_locks() -> None:
-    """It compiles parts of itself under a lock that is a mere file; one of a killed build it awaits for ever."""
+    """It compiles parts of itself under a lock that is a mere file; it would wait forever for one of a killed build."""
     from torch.utils.cpp_extension import get_default_build_root  # slow to import
 
     folder = os.environ.get("TORCH_EXTENSIONS_DIR")

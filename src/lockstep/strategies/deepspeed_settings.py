@@ -27,7 +27,7 @@ def zero_settings(stage: int, offload: str, nvme_path: str) -> dict[str, Any]:
 
 
 def deepspeed_settings(parallel: Parallel, options: Options) -> dict[str, Any]:
-    """What the engine is told: the user's file, if any, with everything that our own config decides filled in."""
+    """The engine's config: the user's file, if any, with everything that our config decides filled in."""
     ours = our_fields(options)
     if parallel.deepspeed_config is None:
         settings = {"zero_optimization": zero_settings(parallel.zero_stage, parallel.offload, parallel.nvme_path)}

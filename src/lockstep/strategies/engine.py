@@ -1,9 +1,9 @@
-"""An engine: how gradients, and shards, meet over the data axes, for one stage of the model.
+"""An engine: how gradients are reduced, and shards gathered, over the data axes, for one stage of the model.
 
-It wraps the stage, says for each micro-batch whether gradients meet, finishes them, and says which region of which
-parameter this rank holds. What is true of an engine before anything runs (along which axis its ranks lie, what it can
-be combined with, whether it is exact, its traffic in closed form, what to try when it is slow) stands on its class. So
-a new one is one file and one row of `STRATEGIES`.
+It wraps the stage, says for each micro-batch whether gradients are reduced, finishes them, and says which region of
+which parameter this rank holds. What is true of an engine before anything runs (along which axis its ranks lie, what it
+can be combined with, whether it is exact, its traffic in closed form, what to try when it is slow) stands on its class.
+So a new one is one file and one row of `STRATEGIES`.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ from lockstep.strategies.options import Options
 from lockstep.strategies.step import Cut
 
 if TYPE_CHECKING:
-    from lockstep.strategies.state import State
+    from lockstep.strategies.state import EngineState
     from lockstep.strategies.worker import Worker
 
 
@@ -154,7 +154,7 @@ class Engine(ABC):
         """
 
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
-        """Around a micro-batch: gradients need to meet at the `last` one only."""
+        """Around a micro-batch: gradients need to be reduced in the `last` one only."""
         return nullcontext()
 
     def keep_own_gradients(self) -> AbstractContextManager[None]:
@@ -278,7 +278,7 @@ class Engine(ABC):
         """What executes its steps, where it owns them; None: a schedule is executed."""
         return None
 
-    def make_state(self) -> "State":
+    def make_state(self) -> "EngineState":
         from lockstep.strategies.state import RegionState  # it knows engines
 
         return RegionState(self)

@@ -34,7 +34,7 @@ class Facts:
     """What it is held to where it is not equal to one process."""
     overlaps: bool = True
     """Communication is issued while forward or backward still computes."""
-    meets_every: int = 1
+    averages_every: int = 1
     """Steps after which all has happened that happens in some steps only."""
     sends_every_micro_batch: bool = False
     """Gradients of each micro-batch are reduced at once; else once per step."""

@@ -230,13 +230,13 @@ class FSDP(Engine):
         return cut.within(Region.slice(cut.held_shape, 0, (start, stop)))
 
     def predict(self, inputs: Inputs) -> Any:
-        """Without a backward nobody reshards what forward has gathered, and state is read from sharded parameters."""
+        """Without a backward nothing reshards what forward has gathered, and state is read from sharded parameters."""
         outputs = super().predict(inputs)
         self.release()
         return outputs
 
     def keep_own_gradients(self) -> AbstractContextManager[None]:
-        """FSDP2 would keep whole gradients to itself, out of `zero_gradients`' reach: let them meet, and be dropped."""
+        """FSDP2 would keep unsharded gradients, out of `zero_gradients`' reach: have them reduced, and drop them."""
         return nullcontext()
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -79,8 +79,8 @@ def is_complete(module: Any, complete: Collection[Tensor]) -> bool:
     """Whether all trained parameters of a `fully_shard`ed module are among these, sharded or unsharded."""
     for group in parameter_groups(module):
         for parameter in group.fsdp_params:
-            bodies = (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
-            if parameter.sharded_param.requires_grad and not any(body in complete for body in bodies):
+            both = (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
+            if parameter.sharded_param.requires_grad and not any(one in complete for one in both):
                 return False
     return True
 

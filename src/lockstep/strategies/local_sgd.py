@@ -23,7 +23,7 @@ DILOCO_LR = 0.7
 
 
 class LocalSGD(Engine):
-    """Ranks differ between two meetings, so this equals one process only for K = 1 and a linear optimizer."""
+    """Ranks differ between two averages, so this equals one process only for K = 1 and a linear optimizer."""
 
     variants = ("diloco",)
     model_axes = ("cp", "tp")
@@ -45,13 +45,13 @@ class LocalSGD(Engine):
             says=f"{outer} every {parallel.sync_every} steps",
             sends="2Ψ(n-1)/(nK)",
             law=Law("equal at K=1, simulated at K=2", equal, linear_only=True, trains_apart=True),
-            meets_every=parallel.sync_every,
-            advice=(f"--parallel.sync-every {2 * parallel.sync_every} (ranks meet half as often)",),
+            averages_every=parallel.sync_every,
+            advice=(f"--parallel.sync-every {2 * parallel.sync_every} (weights are averaged half as often)",),
         )
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
-        """Of a step with a meeting; steps between meetings send nothing."""
+        """Of a step that averages; the steps between send nothing."""
         chunks = bucket_sizes(sizes.sizes, sizes.itemsize, CHUNK_BYTES / 1024**2)
         return all_reduced(sizes.psi, 0, len(chunks), sizes.itemsize, ranks)
 
@@ -68,10 +68,10 @@ class LocalSGD(Engine):
 
     def finish(self) -> None:
         if self.averager.steps % self.averager.every:
-            self.averager.meet()
+            self.averager.average()
 
     def agree_finite(self, finite: bool) -> bool:
-        """Gradients are each rank's own here: one NaN must stop all, or the ranks would meet at different steps."""
+        """Gradients are each rank's own here: one NaN must stop all, or the ranks would average at different steps."""
         return not any_rank(not finite, self.layout.world.device, self.layout.gradient)
 
     def gradients(self) -> dict[str, Held]:
@@ -84,7 +84,7 @@ class LocalSGD(Engine):
         return means
 
     def own_state(self) -> dict[str, Any]:
-        """Between two meetings the ranks' weights, and always their optimizers' states, differ."""
+        """Between two averages the ranks' weights, and always their optimizers' states, differ."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),

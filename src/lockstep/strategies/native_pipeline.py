@@ -129,7 +129,7 @@ class NativePipelineWorker(PipelineWorker):
 
 
 def padded(batch: Batch, rows: int) -> Tensor:
-    """To as many rows as the others have; nobody asks for the loss of those."""
+    """To as many rows as the others have; their loss is not counted."""
     missing = rows - len(batch)
     first = batch.inputs[:1]
     return torch.cat([batch.inputs, first.expand(missing, *first.shape[1:])]) if missing else batch.inputs

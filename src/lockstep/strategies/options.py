@@ -42,7 +42,7 @@ class Options:
     save_trained_only: bool = False
     """Checkpoints leave out what is frozen: the model that adapters were put on is somewhere else already."""
     keep_gradients: bool = False
-    """Somebody wants to look at the gradients after the step, also of an engine that drops them."""
+    """Gradients are read after the step, also of an engine that frees them."""
 
     @property
     def dtype(self) -> torch.dtype:

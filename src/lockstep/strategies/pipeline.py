@@ -75,8 +75,8 @@ class PipelineWorker(Worker):
         return self.placement.place(self.placement.parts - 1)[0] == self.group.rank
 
     @property
-    def tells_counts(self) -> bool:
-        return super().tells_counts and self.has_loss
+    def knows_counts(self) -> bool:
+        return super().knows_counts and self.has_loss
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.micro_batches(self.micro_batches)

@@ -33,7 +33,7 @@ def checksum(tensor: Tensor) -> int:
 def differing_replicas(strategy: ParallelModel) -> str | None:
     """Which rank holds something else of which parameter than the others, in words; None: all is well.
 
-    Every rank must ask together, and all are told the same.
+    A collective: every rank must call it, and all get the same.
     """
     if strategy.layout.norm.size == 1:
         return None
@@ -53,7 +53,7 @@ def differing_replicas(strategy: ParallelModel) -> str | None:
             who = ", ".join(f"rank {rank}" for rank in odd)
             found.append(f"{who} of {len(sums)} that hold it: {name}")
         else:
-            found.append(f"ranks {', '.join(map(str, sums))}, and nobody can say which is right: {name}")
+            found.append(f"ranks {', '.join(map(str, sums))}, and it is not known which is right: {name}")
     if not found:
         return None
     more = f", and {len(found) - 1} more parameters" if len(found) > 1 else ""

@@ -20,8 +20,8 @@ from lockstep.strategies.model_sizes import ModelSizes
 class ShardedState(ByHand):
     """`parallel.data` is zero1 or zero2.
 
-    Stage 1 holds gradients whole while micro-batches accumulate, so they meet once per step; in stage 2 they are never
-    whole, and those of each micro-batch are added to the owner's part at once.
+    Stage 1 holds unsharded gradients while micro-batches accumulate, so they are reduced once per step; in stage 2 they
+    are never whole, and those of each micro-batch are added to the owner's part at once.
     """
 
     takes_any_graph = True

@@ -14,7 +14,7 @@ class Single(Engine):
     """In a world of several ranks, each does all the work by itself and none communicates."""
 
     native_axes = ("tp", "pp")
-    model_axes = ("pp", "tp")  # with cp gradients of positions have to meet
+    model_axes = ("pp", "tp")  # with cp gradients of positions have to be reduced
 
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:

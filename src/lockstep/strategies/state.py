@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_gather, all_gather_objects
 from lockstep.errors import UserError
 from lockstep.layout import Box, Group, Held, Region
-from lockstep.layout.region import local, overlapping
+from lockstep.layout.region import local
+from lockstep.parallel.counting import count_once
 from lockstep.parallel.data.wrapper import broadcast_buffers
 
 Leaf = Any
 """Held, Tensor, or, under own., a nest of plain values and tensors."""
 
 
-class State(Protocol):
+class EngineState(Protocol):
     """What checkpoints, verify and the loop ask of an engine's state. Every rank must call each of them together."""
 
     def before_saving(self) -> None:
@@ -83,13 +84,9 @@ class RegionState:
     def _answering(self, what: str, mine: dict[str, Held]) -> dict[str, Held]:
         """Where boxes of several ranks overlap, the first one saves what they share. Ranks find that out once."""
         if what not in self._answers:
-            group = self.engine.layout.norm
-            everyone = all_gather_objects({name: held.region for name, held in mine.items()}, group)
-            self._answers[what] = {
-                name: held.region.minus(theirs[name] for theirs in everyone[: group.rank] if name in theirs)
-                for name, held in mine.items()
-                if overlapping([theirs[name] for theirs in everyone if name in theirs])
-            }
+            device = next((held.tensor.device for held in mine.values()), self.engine.layout.world.device)
+            counted = count_once({n: held.region for n, held in mine.items()}, self.engine.layout.norm, device)
+            self._answers[what] = {name: counted.boxes[name] for name in counted.overlapping}
         return {name: replace(held, answers_for=self._answers[what].get(name)) for name, held in mine.items()}
 
     def to_load(self, saved: set[str]) -> dict[str, Leaf]:

@@ -16,7 +16,7 @@ from lockstep.models.loss import Measure
 
 @dataclass(frozen=True)
 class Cut:
-    """What whoever runs a cut model must know of it."""
+    """What a worker must know of a model that axes have cut."""
 
     measure: Measure | None = None
     """What takes the loss where outputs are cut; None: the ordinary one."""
@@ -43,7 +43,7 @@ class Totals:
 
 
 class ToHost:
-    """Numbers of a GPU being copied to the host. Whoever reads them waits for them, but not for what was queued later:
+    """Numbers of a GPU being copied to the host. A reader waits for them, but not for what was queued later:
     so the host can look at one step while the device is busy with the next.
     """
 
@@ -74,7 +74,7 @@ class Numbers(NamedTuple):
 
 @dataclass
 class StepResult:
-    """What one step did; in flight until somebody reads it."""
+    """What one step did; in flight until it is read."""
 
     totals: Totals
     grad_norm: Tensor

@@ -25,7 +25,7 @@ from lockstep.strategies.tensor import TensorPlan, cut_tensors
 
 
 class FirstRank:
-    """The first rank of a layout that nobody has made."""
+    """The first rank of a layout without process groups."""
 
     def __init__(self, degrees: Degrees) -> None:
         self.degrees = degrees

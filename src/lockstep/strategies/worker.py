@@ -3,12 +3,12 @@
 The meaning of a step. The reference is one process that takes the whole global batch, the mean loss over all its
 targets (samples, or tokens that are not padding), one backward, one clip, one optimizer step. Every engine at every
 degree gives that loss, those gradients and those weights, also when shares and micro-batches differ in size. So
-everything is weighted by counts, never by ranks: with C targets in the global batch and n ranks whose gradients meet,
-each micro-batch's loss is its sum times n / C, and the mean over the ranks is the mean over the targets.
+everything is weighted by counts, never by ranks: with C targets in the global batch and n ranks whose gradients are
+reduced, each micro-batch's loss is its sum times n / C, and the mean over the ranks is the mean over the targets.
 
 What is sent besides gradients and parameters: the counts (24 bytes, issued before forward, waited for before the first
-backward), the loss (16 bytes, in flight during the last backward, waited for by whoever reads it), and the norm's
-squares (8 bytes) where ranks hold parts.
+backward), the loss (16 bytes, in flight during the last backward, waited for by the caller that reads it), and the
+norm's squares (8 bytes) where ranks hold parts.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -63,7 +63,7 @@ class Worker:
         self.ignored = ignored_index(self.options.loss)
         self.loss_scale = LossScale() if self.options.precision == "fp16" else None
         self.stop_requested = False
-        """Set by whoever wants all ranks to stop; they learn of it in the next step's result."""
+        """Set by a caller that wants all ranks to stop; they learn of it in the next step's result."""
         self.save_requested = False
         """Likewise for a checkpoint, once."""
         self._fused: bool | None = None  # whether all ranks' optimizers are; asked at the first step
@@ -95,8 +95,8 @@ class Worker:
         return step.totals
 
     @property
-    def tells_counts(self) -> bool:
-        """Targets are counted once, however many ranks have them; whether to stop is everybody's to say."""
+    def knows_counts(self) -> bool:
+        """Targets are counted once, however many ranks have them; any rank may ask to stop."""
         return self.layout.coordinates["tp"] == 0
 
     def own_positions(self, batch: Batch) -> Batch:
@@ -110,7 +110,7 @@ class Worker:
         batch = self.own_positions(batch.to(self.device, self.options.dtype))
         self.engine.zero_gradients()
         counts = torch.zeros(3, dtype=torch.float64, device=self.device)
-        if self.tells_counts:
+        if self.knows_counts:
             counts[0].fill_(
                 batch.target_count(self.ignored)
             )  # counts[0] = ... would copy from the host, and wait for the device
@@ -219,18 +219,18 @@ class Worker:
         applied = None if self._skips_on_device() else self.engine.agree_finite(bool(norm.isfinite()))
         if applied is None:
             optimizer: Any = self.engine.local_optimizer
-            optimizer.found_inf = (~norm.isfinite()).float()  # how torch's own gradient scaler tells it
+            optimizer.found_inf = (~norm.isfinite()).float()  # as torch's gradient scaler passes it
         if applied is not False:
             if self.options.clip_norm is not None:
                 self.gradients.clip(norm, self.options.clip_norm)
             self.engine.optimizer.step()
-        if self.loss_scale is not None:  # on a skipped step all ranks halve it alike, whoever overflowed
+        if self.loss_scale is not None:  # on a skipped step all ranks halve it alike, whichever overflowed
             assert applied is not None, "with a loss scale the host decides"
             self.loss_scale.update(applied)
         return norm, applied
 
     def _skips_on_device(self) -> bool:
-        """A fused Adam leaves everything as it is where it is told, on the device, that gradients are not finite. So
+        """A fused Adam leaves everything as it is when a flag on the device says that gradients are not finite. So
         the host need not wait for the norm, unless it has something of its own to do at a skipped step.
         """
         if self._fused is None:

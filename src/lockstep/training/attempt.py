@@ -1,4 +1,4 @@
-"""What a run notes for whoever comes after it: the next attempt of the same launch, or a person who asks how it is.
+"""What a run leaves for its successor: the next attempt of the same launch, or a person who asks how it is.
 
 status.json   the launch, its state, the ranks' processes, and in which steps earlier attempts ended
 .step         the step in progress: mapped memory, which the system keeps when the process is killed
@@ -31,7 +31,7 @@ NUMBER = struct.Struct("<q")
 
 @dataclass
 class Status:
-    """Of a run, as its folder tells it."""
+    """Of a run, by its folder."""
 
     launch: str | None
     state: Literal["running", "stopped", "done", "failed"]
@@ -39,7 +39,7 @@ class Status:
     ranks: list[tuple[str, int]]
     """Machine and process of each rank."""
     store: str = ""
-    """Where the ranks meet, and can be asked what they are doing; nothing for a rank by itself."""
+    """The address of the ranks' store, which answers what they are doing; nothing for a single rank."""
     ended_in: list[int] = field(default_factory=list)
     """The steps that were in progress when the ranks of earlier attempts ended."""
 

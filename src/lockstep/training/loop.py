@@ -21,9 +21,10 @@ from lockstep.strategies.nonfinite import locate_nonfinite
 from lockstep.strategies.replicas import differing_replicas
 from lockstep.training.attempt import Attempt
 from lockstep.training.evaluate import EVALUATION_BATCH, evaluate
+from lockstep.training.logger import ConsoleLogger, Issued
 from lockstep.training.metrics import MetricsWriter, writing_to
 from lockstep.training.optimizer import learning_rate
-from lockstep.training.out_of_memory import told_in_one_line
+from lockstep.training.out_of_memory import out_of_memory_in_one_line
 from lockstep.training.pace import Pace
 from lockstep.training.prepare import load_data, prepare_strategy
 from lockstep.training.result import TrainResult
@@ -31,7 +32,6 @@ from lockstep.training.run_folder import CONFIG, choose_folder, locked, write_sp
 from lockstep.training.saving import Saving
 from lockstep.training.status import StatusBar
 from lockstep.training.stopping import stopping_in_good_order
-from lockstep.training.telling import Issued, Telling
 from lockstep.training.window import peak_memory
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -97,11 +97,13 @@ def _train(
         stopping_in_good_order(strategy) as signals,
         run.attempt.noted(),
     ):
-        run.tell.metrics = metrics
+        run.logger.metrics = metrics
         if ended_in is not None:
             lost = max(0, ended_in[-1] - 1 - run.steps_done)
-            run.tell.record("restart", run.steps_done, {"restarts": world.restarts, "ranks": world.size, "lost": lost})
-        with told_in_one_line(strategy, config):
+            run.logger.record(
+                "restart", run.steps_done, {"restarts": world.restarts, "ranks": world.size, "lost": lost}
+            )
+        with out_of_memory_in_one_line(strategy, config):
             result = run.train()
         result.stopped_by = (signals or ["SIGTERM"])[0] if result.stopped else ""
         run.attempt.end("stopped" if result.stopped else "done")
@@ -127,14 +129,14 @@ class Run:
         quiet: bool,
     ) -> None:
         self.world, self.config, self.dataset, self.strategy = world, config, dataset, strategy
-        self.tell = Telling(world, config, dataset, strategy, quiet)
+        self.logger = ConsoleLogger(world, config, dataset, strategy, quiet)
         self.stopped = False
         self.attempt: Attempt | None = None
         train = config.train
         share, workers = strategy.batch_share(), config.data.workers
         self.reader = Reader(dataset.train, train.batch_size, train.seed, share, workers)
         if self.reader.steps_per_epoch is None and train.steps is None:
-            raise UserError(f"{dataset.name} is a stream, in which nobody knows where it ends; give --train.steps")
+            raise UserError(f"{dataset.name} is a stream, whose end is not known; give --train.steps")
         self.total_steps = train.steps or train.epochs * (self.reader.steps_per_epoch or 0)
         self.steps_per_epoch = self.reader.steps_per_epoch or self.total_steps
         self.steps_done = self.resumed_at = 0
@@ -145,17 +147,17 @@ class Run:
         self.ahead = steps_ahead(world.device) if strategy.loss_scale is None else 0  # fp16's host waits in any case
         """How many there may be."""
         epochs = -(-self.total_steps // self.steps_per_epoch)
-        self.bar = StatusBar(self.total_steps, epochs, self.tell.console, quiet)
+        self.bar = StatusBar(self.total_steps, epochs, self.logger.console, quiet)
         course = {"batch_size": train.batch_size, "seed": train.seed, "samples": self.reader.samples or 0}
-        self.saving = Saving(world, config, folder, strategy, self.tell, course)
+        self.saving = Saving(world, config, folder, strategy, self.logger, course)
         self.evaluated: tuple[int, float, float] | None = None
         """The last evaluation: after which step, loss, accuracy."""
         self.gave_up = False
 
     def train(self) -> TrainResult:
-        self.tell.announce(self.reader.samples, self.total_steps)
+        self.logger.announce(self.reader.samples, self.total_steps)
         start = time.perf_counter()
-        self.tell.start()
+        self.logger.start()
         epoch = self.steps_done // self.steps_per_epoch
         with self.bar:
             while not self._is_over():
@@ -167,7 +169,7 @@ class Run:
                     if not self.stopped:
                         self._evaluate(epoch)
             self._look()
-        self.tell.close_window(mark(self.world.device))
+        self.logger.close_window(mark(self.world.device))
         if self.stopped:
             test_loss = test_accuracy = nan
         else:
@@ -178,12 +180,12 @@ class Run:
             else:
                 test_loss, test_accuracy = self._evaluate(epoch)
         not_saved = self.saving.finish(self.steps_done, self.stopped)
-        logged, best = self.tell.losses, self.saving.best
+        logged, best = self.logger.losses, self.saving.best
         return TrainResult(
             steps=self.steps_done,
             total_steps=self.total_steps,
             resumed_at=self.resumed_at,
-            loss=logged[-1] if logged else self.tell.last_loss,
+            loss=logged[-1] if logged else self.logger.last_loss,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
             seconds=time.perf_counter() - start,
@@ -192,8 +194,8 @@ class Run:
             stopped=self.stopped,
             not_saved=not_saved,
             saved_at=self.saving.saved_at,
-            spent=self.tell.spent,
-            rate=self.tell.rate(self.tell.spent.samples_per_second),
+            spent=self.logger.spent,
+            rate=self.logger.rate(self.logger.spent.samples_per_second),
             best=(best.loss, best.step) if isfinite(best.loss) else None,
             memory=peak_memory(self.world.device),
             gave_up=self.gave_up,
@@ -226,7 +228,7 @@ class Run:
                 Issued(self.steps_done, epoch, samples, batch, lr, data_seconds, result, end, phases, ledger)
             )
             self._look(self.ahead)
-            self.bar.show(self.steps_done, epoch + 1, self.tell.status)
+            self.bar.show(self.steps_done, epoch + 1, self.logger.status)
             evaluate_steps = self.config.train.evaluate_steps
             if evaluate_steps and self.steps_done % evaluate_steps == 0 and self.steps_done < self.total_steps:
                 self._look()
@@ -236,7 +238,7 @@ class Run:
             self._check_replicas()
             if not self.stopped and self.steps_done < self.total_steps:
                 self.saving.after_step(self.steps_done)
-            self.saving.tell_problems(self.steps_done)
+            self.saving.report_problems(self.steps_done)
 
     def _check_replicas(self) -> None:
         """Before anything is saved: a checkpoint must not have what is wrong here."""
@@ -247,7 +249,7 @@ class Run:
         self.strategy.settle()
         found = differing_replicas(self.strategy)
         if found is not None:
-            self.tell.record("replicas", self.steps_done, {"differ": found})
+            self.logger.record("replicas", self.steps_done, {"differ": found})
             raise RankError(
                 f"weights that should be the same differ after step {self.steps_done}: {found}; the memory of that "
                 f"machine is to be tested, and the run gone on with from a checkpoint"
@@ -260,13 +262,13 @@ class Run:
             self._guard(step)
             self.stopped = self.stopped or step.result.stop
             self.saving.heard(step.result)
-            breakdown = self.tell.add(step)
+            breakdown = self.logger.add(step)
             for line in self.pace.add(breakdown):
-                self.tell.warn(f"step {step.number}: {line}")
+                self.logger.warn(f"step {step.number}: {line}")
             for rank, phase, times in self.pace.found:
-                self.tell.record("straggler", step.number, {"rank": rank, "phase": phase, "times": times})
+                self.logger.record("straggler", step.number, {"rank": rank, "phase": phase, "times": times})
             if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
-                self.tell.log(step)
+                self.logger.log(step)
 
     def _guard(self, step: Issued) -> None:
         """All ranks have skipped a non-finite step together: say where it came from, and stop when it does not end."""
@@ -278,8 +280,8 @@ class Run:
             return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
         self.skipped_in_a_row += 1
         where = locate_nonfinite(self.strategy, step.batch, step.result.totals.own_loss)
-        self.tell.warn(f"step {step.number}: not finite, skipped on all ranks ({where})")
-        self.tell.record("skipped", step.number, {"where": where})
+        self.logger.warn(f"step {step.number}: not finite, skipped on all ranks ({where})")
+        self.logger.record("skipped", step.number, {"where": where})
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"loss or gradients were not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
@@ -290,15 +292,15 @@ class Run:
         """Mean loss and accuracy over the whole test set, each rank computing its share."""
         train = self.config.train
         per_micro_batch = max(1, train.batch_size // train.accumulation)
-        fits = per_micro_batch if self.tell.has_tokens else EVALUATION_BATCH  # logits are large
+        fits = per_micro_batch if self.logger.has_tokens else EVALUATION_BATCH  # logits are large
         start = time.perf_counter()
         found = evaluate(self.strategy, self.dataset.test, fits, train.evaluate_batches)
-        self.tell.was_away("evaluation", start)
+        self.logger.was_away("evaluation", start)
         if found is None:
             self.stopped = True
             return nan, nan
         loss, accuracy = found
-        self.tell.tested(self.steps_done, max(1, epoch), loss, accuracy)
+        self.logger.tested(self.steps_done, max(1, epoch), loss, accuracy)
         self.evaluated = self.steps_done, loss, accuracy
         self.saving.evaluated(loss, self.steps_done)
         last = self.steps_done >= self.total_steps

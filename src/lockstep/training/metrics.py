@@ -72,7 +72,7 @@ class MetricsWriter:
             raise OSError(ENOENT, "the folder, or the file in it, was deleted")
 
     def _or_without(self, sink: Sink, when: str, work: Callable[[], None]) -> None:
-        """A disk, a network, somebody else's package: what they cost is the sink, never the run."""
+        """A disk, a network, another package may fail: that costs the sink, never the run."""
         try:
             work()
         except Exception as error:

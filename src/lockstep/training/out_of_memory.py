@@ -21,7 +21,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def told_in_one_line(strategy: ParallelModel, config: Config) -> Iterator[None]:
+def out_of_memory_in_one_line(strategy: ParallelModel, config: Config) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:

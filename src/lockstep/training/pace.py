@@ -20,7 +20,7 @@ MOST = 8
 IN_A_ROW = 2
 """Comparisons in which it must be so; one more where ranks share a GPU."""
 LEAST = 1e-3
-"""Seconds per step under which nobody cares."""
+"""Seconds per step below which no straggler is reported."""
 OWN_WORK = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
@@ -28,7 +28,7 @@ class Pace:
     """Collects this rank's times; every STEPS steps all ranks compare theirs."""
 
     def __init__(self, layout: Layout, threshold: float) -> None:
-        """`threshold`: how many times as long as its peers; 0: nobody is looked for."""
+        """`threshold`: how many times as long as its peers; 0: none is looked for."""
         self.layout, self.threshold = layout, threshold
         self.peers = peers_of(layout)
         self._times: list[list[float]] = []
@@ -39,7 +39,7 @@ class Pace:
         """Stragglers of the last comparison: rank, phase, how many times as slow as its peers."""
 
     def add(self, breakdown: dict[str, float]) -> list[str]:
-        """A step is over. What there is to tell, once for each straggler until it has recovered."""
+        """A step is over. What there is to report, once for each straggler until it has recovered."""
         self.found = []
         if not self.threshold or self.layout.norm.size == 1:
             return []
@@ -52,7 +52,7 @@ class Pace:
         slow = [f for group in self.peers if (f := straggler(everyone, group, self.threshold)) is not None]
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank, _, _ in slow}
         self.found = [found for found in slow if self._in_a_row[found[0]] >= self._needed]
-        return [told(*found, everyone) for found in self.found if self._in_a_row[found[0]] == self._needed]
+        return [described(*found, everyone) for found in self.found if self._in_a_row[found[0]] == self._needed]
 
 
 def peers_of(layout: Layout) -> list[list[int]]:
@@ -82,7 +82,7 @@ def straggler(times: torch.Tensor, peers: list[int], threshold: float) -> tuple[
     return None
 
 
-def told(rank: int, phase: str, times: float, everyone: torch.Tensor) -> str:
+def described(rank: int, phase: str, times: float, everyone: torch.Tensor) -> str:
     mine = everyone[rank].sum(1).median().item()
     return (
         f"rank {rank} is a straggler: {duration(mine)} of own work per step over the last {STEPS} steps, "

@@ -16,7 +16,7 @@ from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import GPT, Config, Own
 from lockstep.data import DataSet, DataSpec, Streamed, build_data, digest, first_of
 from lockstep.errors import UserError
-from lockstep.launch.calls import PATIENT
+from lockstep.launch.calls import LONG
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config
 from lockstep.models import build_model, check_outputs, is_users, training_flops
@@ -53,14 +53,14 @@ def load_data(world: World, config: Config) -> DataSet:
     """
     if world.size == 1:
         return build_data(config, world.device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6), group_desc=f"{PATIENT}data")
+    slow = dist.new_group(backend="gloo", timeout=timedelta(hours=6), group_desc=f"{LONG}data")
     turn = 0 if world.is_main else 1 if world.local_rank == 0 else 2
     dataset = None
     for current in range(3):
         if current == turn:
             dataset = build_data(config, world.device)
-        dist.barrier(group=patient)
-    dist.destroy_process_group(patient)
+        dist.barrier(group=slow)
+    dist.destroy_process_group(slow)
     assert dataset is not None
     check_same_data(config, dataset)
     return dataset
@@ -153,7 +153,7 @@ def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.M
     check_inputs(dataset.spec.example, config.parallel)
     if isinstance(config.model, Own):
         check_outputs(config.model, dataset.spec, config.train.loss)
-    # A CPU without units for bf16 computes all the same; torch tells of it with pages of its own frames.
+    # A CPU without units for bf16 computes all the same; torch warns of it with pages of stack frames.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     is_whole = plain is not None or config.train.weights is not None or is_users(config.model)
     model = prepared_model(config, dataset.spec, plain) if is_whole else deferred_model(config, dataset.spec)

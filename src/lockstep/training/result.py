@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""The result of a run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The folder of a run: which one, whose it is, and what it goes on from.
 
-One rank decides and tells the others: ranks that each looked at their own clock, or their own disk, would decide
+One rank decides and broadcasts it: ranks that each looked at their own clock, or their own disk, would decide
 differently.
 """
 
@@ -215,7 +215,7 @@ def _is_still_there(folder: Path, descriptor: int) -> bool:
 
 def _remove_if_empty(folder: Path) -> None:
     """A run that failed before it wrote anything leaves nothing."""
-    with suppress(OSError):  # somebody else has put something there: it stays
+    with suppress(OSError):  # the user has put something there: it stays
         if {f.name for f in folder.iterdir()} <= {LOCK}:
             (folder / LOCK).unlink(missing_ok=True)
             folder.rmdir()

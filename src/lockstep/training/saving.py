@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.launch.leftovers import memory_home
 from lockstep.layout.world import World
 from lockstep.strategies import ParallelModel, StepResult
-from lockstep.training.telling import Telling
+from lockstep.training.logger import ConsoleLogger
 from lockstep.words import counted
 
 
@@ -57,11 +57,11 @@ class Saving:
         config: Config,
         folder: Path | None,
         strategy: ParallelModel,
-        tell: Telling,
+        logger: ConsoleLogger,
         course: dict[str, Any],
     ) -> None:
         """`folder`: of the run; None: nothing is saved. `course`: what the data's position depends on."""
-        self.world, self.strategy, self.tell, self.course = world, strategy, tell, course
+        self.world, self.strategy, self.logger, self.course = world, strategy, logger, course
         self.asked = asked = config.checkpoint
         self.disk: Checkpoints | None = None
         self.memory: Checkpoints | None = None
@@ -99,14 +99,14 @@ class Saving:
     # ---- saving ----------------------------------------------------------------------------------------------
 
     def watch_the_clock(self) -> None:
-        """Before a step: ranks' clocks differ, so the first one's decides, and the step tells the others."""
+        """Before a step: ranks' clocks differ, so the first one's decides, and the step broadcasts it."""
         seconds = self.asked.every_seconds
         if seconds is not None and self.world.is_main and time.monotonic() - self._when >= seconds:
             self.strategy.request_save()
             self._when = time.monotonic()
 
     def heard(self, result: StepResult) -> None:
-        """What a step has told all ranks."""
+        """What a step has broadcast to all ranks."""
         self._due = self._due or result.save
 
     def after_step(self, step: int) -> None:
@@ -127,18 +127,18 @@ class Saving:
         if not wait or self.saved_at != step or self.disk.failed is not None:
             self._save_to(self.disk, step, wait)
             self.saved_at, self._when, self._due = step, time.monotonic(), False
-        self.tell_problems(step)
+        self.report_problems(step)
 
     def _save_to(self, place: Checkpoints, step: int, wait: bool = False) -> None:
         start = time.perf_counter()
         for other in (self.disk, self.memory):  # they share a group, and what is sent in it must not mix
             if other is not None:
                 other.wait()
-        self.tell_problems(step)  # of the save before
+        self.report_problems(step)  # of the save before
         best = asdict(self.best) if isfinite(self.best.loss) else None
         keep = self.best.step if best is not None and self.asked.keep_best and place is self.disk else None
         place.save(self.strategy, {"step": step, **self.course, "best": best}, wait, best=keep)
-        self.tell.was_away("saving", start)
+        self.logger.was_away("saving", start)
 
     def evaluated(self, loss: float, step: int) -> None:
         """The lowest so far is worth a checkpoint, where it is to be kept."""
@@ -154,7 +154,7 @@ class Saving:
             return self.disk.failed
         if self.asked.keep_best:
             self.disk.wait()
-            self.tell_problems(step)
+            self.report_problems(step)
             return self.disk.failed
         return None
 
@@ -163,11 +163,11 @@ class Saving:
         if self.memory is not None and self.world.local_rank == 0:
             shutil.rmtree(self.memory.folder, ignore_errors=True)
 
-    def tell_problems(self, step: int) -> None:
+    def report_problems(self, step: int) -> None:
         for place, where in ((self.disk, ""), (self.memory, "in memory: ")):
             if place is not None and place.problem is not None:
-                self.tell.warn(f"{where}{place.problem}; training goes on")
-                self.tell.record("checkpoint", step, {"problem": where + place.problem})
+                self.logger.warn(f"{where}{place.problem}; training goes on")
+                self.logger.record("checkpoint", step, {"problem": where + place.problem})
                 place.problem = None
 
     # ---- going on --------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Saving:
         places = [self._reading(folder / CHECKPOINTS), *([self.memory] if self.memory is not None else [])]
         found = [(state.name, place, state) for place in places if (state := self._find(place)) is not None]
         if not found:
-            self.tell.say("no step was saved: this attempt starts at the beginning")
+            self.logger.say("no step was saved: this attempt starts at the beginning")
             return 0
         _, place, state = max(found, key=lambda one: one[0])  # step-00000120
         return self._load(place, state)
@@ -196,7 +196,7 @@ class Saving:
         """The newest whole checkpoint there."""
         found, damage = place.find(one)
         for line in damage:
-            self.tell.warn(f"damaged, passed over: {line}")
+            self.logger.warn(f"damaged, passed over: {line}")
         return found
 
     def _reading(self, home: Path) -> Checkpoints:
@@ -207,5 +207,5 @@ class Saving:
         saved = place.load(found, self.strategy)
         self.best = best_of(saved)
         ranks = "" if saved["ranks"] == self.world.size else f", saved by {counted(saved['ranks'], 'rank')}"
-        self.tell.say(f"resumed at step {saved['step']} from {found}{ranks}")
+        self.logger.say(f"resumed at step {saved['step']} from {found}{ranks}")
         return int(saved["step"])

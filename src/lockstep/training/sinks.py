@@ -59,7 +59,7 @@ class TensorBoard:
 
 
 HELP = {
-    "step": "The last step that was told of.",
+    "step": "The last step that was logged.",
     "restarts": "How often the ranks have been started anew.",
     "loss": "Mean training loss since the record before.",
     "test_loss": "Of the last evaluation.",

@@ -1,4 +1,4 @@
-"""When somebody wants the machine back."""
+"""Signals that ask a run to stop."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a run tells of its steps: means over a window of them, and over all."""
+"""What a run logs of its steps: means over a window of them, and over all."""
 
 import resource
 import sys
@@ -13,7 +13,7 @@ PHASES = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms")
 
 @dataclass
 class Window:
-    """Steps that are told of together: since the last line."""
+    """Steps that are logged together: since the last line."""
 
     start: Mark
     steps: int = 0

@@ -1,6 +1,6 @@
 """What a step costs beside what its laws say: calls by axis, what is issued early, what is held at once.
 
-CPU ranks cannot tell a layout's seconds, but they count: a call too many, a reduction that waits for the end of
+CPU ranks cannot measure a layout's seconds, but they can count: a call too many, a reduction that waits for the end of
 backward, a gathered weight that is kept, a schedule that has become another. `lockstep verify --cost` shows the counts.
 """
 

@@ -2,7 +2,7 @@
 
 marked      a layer that only some rows of a batch go through: most ranks do not use it, in some steps none does
 twice       a layer in two re-entrant checkpoints: its gradient comes in two parts, the second one late
-nobody      a parameter that takes no part in the loss
+unused      a parameter that takes no part in the loss
 frozen      a layer that is not trained: broadcast at the start, never reduced
 scale       one element
 first       a weight that is not contiguous

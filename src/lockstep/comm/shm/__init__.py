@@ -8,7 +8,7 @@ From the bottom up:
     mailbox.py     where one rank hands chunks to one other: send and receive
     operations.py  every collective, written over the board
     shared.py      tensors that lie in shared memory, and are reduced where they lie
-    meeting.py     how the ranks of a group find each other and their memory
+    rendezvous.py  how the ranks of a group find each other and their memory
     memory.py      what tensors it takes
     group.py       the face that torch.distributed knows
 """

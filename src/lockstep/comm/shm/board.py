@@ -223,7 +223,7 @@ def _semaphores(memory: Tensor, size: int) -> tuple[list[list[int]], list[list[i
 
 
 def prepare_board(segment: Segment, size: int) -> None:
-    """Before anybody else can see it: a rank that came early would show a cell, and have it taken back here."""
+    """Before another rank can see it: one that came early would post a cell, and have it taken back here."""
     shown, released = _semaphores(torch.frombuffer(segment.memory, dtype=torch.uint8), size)
     for kind, value in ((shown, 0), (released, DEPTH)):
         for row in kind:

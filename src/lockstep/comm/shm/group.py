@@ -23,7 +23,7 @@ from lockstep.comm.reduction import reduction, reduction_name
 from lockstep.comm.shm import memory, operations
 from lockstep.comm.shm.board import Board, Details, board_bytes, prepare_board
 from lockstep.comm.shm.mailbox import Inbox, Mailbox, Outbox
-from lockstep.comm.shm.meeting import Meeting
+from lockstep.comm.shm.rendezvous import Rendezvous
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.shared import SharedTensors, shared_bytes
 from lockstep.errors import UserError
@@ -41,19 +41,19 @@ class ShmGroup(dist.ProcessGroup):
         self._inboxes: dict[int, Inbox] = {}
         self._opening = threading.Lock()
         self._shared = SharedTensors()
-        self._meeting = Meeting(store, rank, size, timeout.total_seconds())
+        self._rendezvous = Rendezvous(store, rank, size, timeout.total_seconds())
         self._board: Board | None = self._open_board()
         if size > 1:
             sources.add(self)
 
     def _open_board(self) -> Board:
-        meeting = self._meeting
+        rendezvous = self._rendezvous
         if self._size == 1:
-            return Board(Segment.private(board_bytes(1)), 0, {}, meeting.timeout, self._collectives)
-        segment = meeting.make_segment(board_bytes(self._size), partial(prepare_board, size=self._size))
-        board = Board(segment, self._rank, meeting.peers, meeting.timeout, self._collectives)
+            return Board(Segment.private(board_bytes(1)), 0, {}, rendezvous.timeout, self._collectives)
+        segment = rendezvous.make_segment(board_bytes(self._size), partial(prepare_board, size=self._size))
+        board = Board(segment, self._rank, rendezvous.peers, rendezvous.timeout, self._collectives)
         operations.barrier(board)
-        meeting.forget(segment)
+        rendezvous.forget(segment)
         return board
 
     def shared_empty(self, length: int, dtype: torch.dtype) -> Tensor | None:
@@ -61,15 +61,15 @@ class ShmGroup(dist.ProcessGroup):
         if self._size == 1 or length == 0:
             return None
         try:
-            segment = self._meeting.make_segment(shared_bytes(self._size, length * dtype.itemsize))
+            segment = self._rendezvous.make_segment(shared_bytes(self._size, length * dtype.itemsize))
         except UserError:  # a small /dev/shm, as containers have: ordinary memory does as well, at a copy
             return None
         self.barrier().wait()
-        self._meeting.forget(segment)
+        self._rendezvous.forget(segment)
         return self._shared.add(segment, self._rank, self._size, length, dtype)
 
     def calls(self) -> list[Call]:
-        """The last collective, and the messages that somebody waits for."""
+        """The last collective, and the messages that are waited for."""
         ranks, found = groups_by_name().get(self._name, tuple(range(self._size))), []
         if self._board is not None and self._board.last_call[0]:
             (number, what), peer = self._board.last_call, self._board.waits_for
@@ -102,7 +102,7 @@ class ShmGroup(dist.ProcessGroup):
         self._description = called(description)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        waiting: list[Meeting | Board | Mailbox | None] = [self._meeting, self._board]
+        waiting: list[Rendezvous | Board | Mailbox | None] = [self._rendezvous, self._board]
         waiting += [box.mailbox for box in self._boxes()]
         for one in waiting:
             if one is not None:
@@ -113,12 +113,12 @@ class ShmGroup(dist.ProcessGroup):
         ended = [lane.close() for lane in (self._collectives, *(box.lane for box in self._boxes()))]
         for outbox in self._outboxes.values():
             if outbox.mailbox is not None:
-                self._meeting.await_opening(outbox.mailbox)
+                self._rendezvous.await_opening(outbox.mailbox)
         self._board = None
         self._outboxes.clear()
         self._inboxes.clear()
         if all(ended):  # else a lane still watches the other ranks
-            self._meeting.close()
+            self._rendezvous.close()
 
     def _boxes(self) -> list[Outbox | Inbox]:
         return [*self._outboxes.values(), *self._inboxes.values()]
@@ -226,7 +226,7 @@ class ShmGroup(dist.ProcessGroup):
         return self._submit(run, [output], opts)
 
     def _shared_parts(self, output: Tensor, part: Tensor) -> list[Tensor] | None:
-        """Everybody's part, if all can see them: shared by themselves, or lying in place in a shared output."""
+        """All ranks' parts, if all can see them: shared by themselves, or lying in place in a shared output."""
         everyone = self._shared.find(output)
         if everyone is None:
             return self._shared.find(part)
@@ -349,14 +349,14 @@ class ShmGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> dist.Work:
         with self._opening:
             if destination not in self._outboxes:
-                opener = partial(self._meeting.make_mailbox, self._meeting.peer(destination))
+                opener = partial(self._rendezvous.make_mailbox, self._rendezvous.peer(destination))
                 self._outboxes[destination] = Outbox(f"shm group {self._name}, to rank {destination}", opener)
         return self._outboxes[destination].send(memory.flat(tensors[0]), tag, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
         with self._opening:
             if source not in self._inboxes:
-                opener = partial(self._meeting.find_mailbox, self._meeting.peer(source))
+                opener = partial(self._rendezvous.find_mailbox, self._rendezvous.peer(source))
                 self._inboxes[source] = Inbox(f"shm group {self._name}, from rank {source}", opener)
         return self._inboxes[source].receive(memory.flat(tensors[0]), tag, tensors)
 

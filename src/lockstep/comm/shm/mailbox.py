@@ -1,7 +1,7 @@
 """The mailbox: where one rank hands messages to one other, in order. Send and receive are made of it.
 
 A message is a header (tag, bytes, dtype) and as many cells as it needs. The receiver takes messages as they come and
-gives each to the oldest receive of its tag; one that nobody has asked for yet is put aside.
+gives each to the oldest receive of its tag; one that no receive has asked for yet is put aside.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ DTYPE_OF = {number: dtype for dtype, number in DTYPES.items()}
 
 
 @dataclass
-class Message:
+class Arrival:
     """That has come and has no receive yet."""
 
     tag: int
@@ -129,7 +129,7 @@ class Inbox:
         self.mailbox: Mailbox | None = None
         self._matching = threading.Lock()
         self._asked: dict[int, deque[Receive]] = {}
-        self._aside: dict[int, deque[Message]] = {}
+        self._aside: dict[int, deque[Arrival]] = {}
 
     def receive(self, flat: Tensor, tag: int, result: list[Tensor]) -> LaneWork:
         """Fill `flat` with the next message of this tag."""
@@ -158,7 +158,7 @@ class Inbox:
                 if wanted is not None and (wanted.flat.nbytes, wanted.dtype) == (nbytes, dtype):
                     self.mailbox.take(wanted.flat.data_ptr(), nbytes)
                     return wanted.work
-                found = Message(tag, dtype, torch.empty(nbytes, dtype=torch.uint8))
+                found = Arrival(tag, dtype, torch.empty(nbytes, dtype=torch.uint8))
                 self.mailbox.take(found.content.data_ptr(), nbytes)
                 wanted = wanted or self._wanted(tag, found)
                 if wanted is not None:
@@ -168,7 +168,7 @@ class Inbox:
             self._fail_all(error)
             raise
 
-    def _wanted(self, tag: int, found: "Message | None" = None) -> "Receive | None":
+    def _wanted(self, tag: int, found: "Arrival | None" = None) -> "Receive | None":
         """The oldest open receive of this tag; if there is none, `found` is put aside."""
         with self._matching:
             if self._asked.get(tag):
@@ -183,10 +183,10 @@ class Inbox:
             self._asked.clear()
         for work in open_receives:
             work.finish(error)
-            work.tell()
+            work.complete()
 
 
-def deliver(wanted: Receive, found: Message) -> None:
+def deliver(wanted: Receive, found: Arrival) -> None:
     try:
         check(wanted.flat, wanted.dtype, found)
         copy(wanted.flat.data_ptr(), found.content.data_ptr(), found.content.nbytes)
@@ -194,7 +194,7 @@ def deliver(wanted: Receive, found: Message) -> None:
         wanted.work.finish(error)
 
 
-def check(flat: Tensor, dtype: torch.dtype, found: Message) -> None:
+def check(flat: Tensor, dtype: torch.dtype, found: Arrival) -> None:
     sent, wanted = (found.content.nbytes // found.dtype.itemsize, found.dtype), (flat.nbytes // dtype.itemsize, dtype)
     if sent != wanted:
         raise ValueError(

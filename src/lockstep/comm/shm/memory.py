@@ -53,7 +53,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def rows(tensor: Tensor, splits: list[int], size: int) -> Sequence[Tensor]:
-    """The tensor cut along its first dimension: evenly, or as told."""
+    """The tensor cut along its first dimension: evenly, or by the given sizes."""
     if not splits:
         if tensor.numel() and tensor.size(0) % size:
             raise ValueError(f"all_to_all: {tensor.size(0)} rows do not divide among {size} ranks; give split sizes")

@@ -34,7 +34,7 @@ def _chunks(flat: Tensor, nbytes: int) -> Sequence[Tensor]:
 
 
 def _all_reduce_direct(board: Board, flat: Tensor, combine: Combine, wanted: bool = True) -> None:
-    """Everybody shows everything, and who wants it adds it all up, in rank order: the same bits everywhere."""
+    """Every rank shows all it has, and each that wants the sum adds it up, in rank order: the same bits everywhere."""
     dtype, others, chunks = flat.dtype, board.others, _chunks(flat, CELL_BYTES)
     own = _show(board, chunks[0])
     for number, chunk in enumerate(chunks):
@@ -114,7 +114,7 @@ def _show_parts(board: Board, parts: Sequence[Place]) -> None:
 
 
 def _add_part(board: Board, mine: Tensor, combine: Combine) -> None:
-    """Add everybody's part for this rank to its own."""
+    """Add all ranks' parts for this rank to its own."""
     dtype, length, start = mine.dtype, mine.numel(), board.rank * _part_bytes(board)
     for other in board.others:
         combine(mine, board.look(other).view(dtype, length, start), out=mine)
@@ -128,8 +128,8 @@ SHARED_CHUNK_BYTES = 1024 * 1024
 def all_reduce_shared(board: Board, everyone: Sequence[Tensor], combine: Combine) -> None:
     """Combine tensors that all ranks can see, each in place. Cost per rank and byte: add (n-1)/n + copy (n-1)/n.
 
-    Rank r adds up the r-th part of everybody's, where it lies, and writes the sum to where the others want it. Only
-    twice does anybody wait: until all have come, and until all are done.
+    Rank r adds up the r-th part of all ranks', where it lies, and writes the sum to where the others want it. Only
+    there are two waits: until all have arrived, and until all are done.
     """
     board.begin("all_reduce in shared memory", everyone[0].nbytes, everyone[0].dtype)
     _meet(board)
@@ -208,7 +208,7 @@ def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> N
 
 
 def broadcast(board: Board, flat: Tensor, root: int) -> None:
-    """Everybody gets the root's. First all show what they call: two ranks that each take themselves for the root would
+    """All ranks get the root's. First all show what they call: two ranks that each take themselves for the root would
     otherwise both send, and neither would read.
     """
     board.begin("broadcast", flat.nbytes, flat.dtype)
@@ -268,14 +268,14 @@ def _check_lengths(everyone: list[list[int]]) -> None:
 
 
 def _everyones(board: Board, numbers: list[int]) -> list[list[int]]:
-    """Everybody's numbers, as many as ours."""
+    """All ranks' numbers, as many as ours."""
     found = torch.empty(board.size, len(numbers), dtype=torch.int64)
     all_gather(board, torch.tensor(numbers), list(found))
     return [[int(n) for n in row] for row in found.tolist()]
 
 
 def barrier(board: Board) -> None:
-    """Returns when everybody has come."""
+    """Returns when all ranks have arrived."""
     board.begin("barrier")
     _meet(board)
 

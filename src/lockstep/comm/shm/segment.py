@@ -1,8 +1,8 @@
 """A named piece of memory in /dev/shm that several processes map, and that never outlives them.
 
-The name exists only until everybody has opened it; after that the kernel frees the memory with its last process,
+The name exists only until all ranks have opened it; after that the kernel frees the memory with its last process,
 however that ends. A process killed in between leaves its name behind: it carries the owner, and the next start
-removes what belongs to nobody (`remove_leftovers`).
+removes what belongs to no process (`remove_leftovers`).
 """
 
 import mmap
@@ -74,7 +74,7 @@ class Segment:
         return (FOLDER / self.name).exists()
 
     def forget_name(self) -> None:
-        """Everybody has it open: from here on it lives exactly as long as its processes."""
+        """All ranks have it open: from here on it lives exactly as long as its processes."""
         _unlink(self.name)
 
 

@@ -1,8 +1,8 @@
 """Waiting for another process: POSIX semaphores in shared memory, through ctypes.
 
-`post` makes everything written before it visible to whoever returns from the matching `wait` (also on processors
-that reorder memory, where a plain flag in shared memory would not), and a wait that has to be long sleeps in the
-kernel without the interpreter lock.
+`post` makes everything written before it visible to the thread that returns from the matching `wait` (also on
+processors that reorder memory, where a plain flag in shared memory would not), and a wait that has to be long sleeps in
+the kernel without the interpreter lock.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ def initialize(address: int, value: int) -> None:
 
 
 class Peer:
-    """Another rank's process: whom one waits for."""
+    """Another rank's process, which this one waits for."""
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank, self.pid = rank, pid
@@ -71,7 +71,7 @@ def wait(address: int, peer: Peer, timeout: float, beside: bool) -> None:
     for _ in range(0 if beside else SPINS):
         if try_wait(address) == 0:
             return
-        os.sched_yield()  # to whoever has something to do
+        os.sched_yield()  # let another thread run
     deadline = time.monotonic() + timeout
     while True:
         if _sleep(address, LOOK_EVERY):
@@ -83,7 +83,7 @@ def wait(address: int, peer: Peer, timeout: float, beside: bool) -> None:
 
 
 def _sleep(address: int, seconds: float) -> bool:
-    """Until the semaphore could be taken, or the time is over. By the clock that nobody sets, where libc has that."""
+    """Until the semaphore could be taken, or the time is over. By the monotonic clock, where libc has that."""
     until = seconds + (time.monotonic() if HAS_CLOCKWAIT else time.time())
     moment = _Timespec(int(until), int(until % 1 * 1e9))
     if HAS_CLOCKWAIT:

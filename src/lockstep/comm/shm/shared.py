@@ -1,6 +1,6 @@
 """Tensors that live in shared memory from the start, so that a collective on them copies nothing in or out.
 
-All ranks of a group make one together; each gets its own, and sees everybody's. What a rank would otherwise have to
+All ranks of a group make one together; each gets its own, and sees all. What a rank would otherwise have to
 show chunk by chunk on the board is then already there for all to read, and a result can be written to where it is
 wanted.
 """
@@ -31,7 +31,7 @@ def _stride(nbytes: int) -> int:
 
 
 class SharedTensors:
-    """Everybody's tensor of one allocation, by rank. Forgotten when this rank's own is no longer used."""
+    """All ranks' tensors of one allocation, by rank. Forgotten when this rank's own is no longer used."""
 
     def __init__(self) -> None:
         self._by_address: dict[int, list[Tensor]] = {}
@@ -53,7 +53,7 @@ class SharedTensors:
         return own
 
     def find(self, flat: Tensor, beginning: bool = False) -> list[Tensor] | None:
-        """Everybody's, if `flat` is a tensor made here; or the `beginning` of one.
+        """All ranks', if `flat` is a tensor made here; or the `beginning` of one.
 
         Only what has the same place on every rank may be looked for by its beginning: the first rank's part of a
         tensor begins where the tensor does, and the other ranks' parts do not.

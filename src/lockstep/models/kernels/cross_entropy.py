@@ -4,9 +4,9 @@ A batch of 32 x 1024 tokens has 3.3 GB of logits over GPT-2's vocabulary, so wha
 read and written. Here forward reads them once, and backward reads them once and writes their gradient:
 
     forward     one program per token runs over its row. Each thread takes 8 neighbours at a time, and has a running
-                maximum m and a running sum of exp(x - m), rescaled whenever m grows; the threads meet in the end.
-                That gives log sum exp(x). Where the target is the maximum, one more look at what stands before it: of
-                equal logits, the row names the first. (In fp32, neighbours in the last bit may count as equal.)
+                maximum m and a running sum of exp(x - m), rescaled whenever m grows; the threads are reduced in the
+                end. That gives log sum exp(x). Where the target is the maximum, one more look at what stands before it:
+                of equal logits, the row names the first. (In fp32, neighbours in the last bit may count as equal.)
     backward    d loss / d x = softmax(x) - [x is the target's] = exp(x - log sum exp) - [...]
 
 All arithmetic is in fp32, whatever the logits are kept in.

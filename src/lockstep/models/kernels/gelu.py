@@ -43,7 +43,7 @@ def _forward(x, bias, y, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 def _backward(x, bias, dy, dx, sums, rows, width, group, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    totals = tl.zeros((ROWS, COLUMNS), tl.float32)  # each thread adds up its own; they meet once, in the end
+    totals = tl.zeros((ROWS, COLUMNS), tl.float32)  # each thread adds up its own; they are reduced once, in the end
     first = tl.program_id(1) * group
     for start in range(0, group, ROWS):
         row = start + tl.arange(0, ROWS)

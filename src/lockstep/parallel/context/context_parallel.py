@@ -8,9 +8,9 @@ A sequence is cut into 2n chunks, and rank r has chunk r and chunk 2n - 1 - r ("
 
 Ring attention. Keys and values go round the ring, n - 1 times to the next rank; each rank attends with its queries to
 what is there, while the next block is in flight. The blocks' outputs are put together by their log-sum-exps (online
-softmax), so nobody ever has scores of the whole sequence. In zig-zag a block from an earlier rank is attended to in its
-first half by all queries, one from a later rank in whole by the second half of the queries: the same work for
-everybody at every step. Only outputs and log-sum-exps are kept; backward sends keys and values round again, and their
+softmax), so no rank ever has scores of the whole sequence. In zig-zag a block from an earlier rank is attended to in
+its first half by all queries, one from a later rank in whole by the second half of the queries: the same work for every
+rank at every step. Only outputs and log-sum-exps are kept; backward sends keys and values round again, and their
 gradients follow them, one step behind, from the first rank after their own until they are home.
 
 Ulysses. An all-to-all gives every rank all positions of some heads; attention is the ordinary one; an all-to-all back.

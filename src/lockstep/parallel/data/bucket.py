@@ -3,7 +3,7 @@
     buffer   [ grad of p0 | grad of p1 | ... | used p0 | used p1 | ... ]
 
 The tail holds one number per parameter: 1 where this rank's backward produced a gradient. Summed with the gradients it
-tells how many ranks used the parameter, so that "unused everywhere" (`grad` stays None) and "unused here" (`grad`
+says how many ranks used the parameter, so that "unused everywhere" (`grad` stays None) and "unused here" (`grad`
 becomes the average) can be distinguished without a collective of their own. The last bucket carries one number more,
 this rank's `Outcome` of the backward pass: COMPLETE, LATE or FAILED.
 """

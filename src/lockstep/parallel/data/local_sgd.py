@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: train apart, meet every K steps.
+"""Local SGD and DiLoCo: train apart, average every K steps.
 
 Every rank takes K optimizer steps on its own data without any communication, then:
 
@@ -51,30 +51,30 @@ class LocalSGD(Holder):
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
-        self.meeting_point: list[Tensor] = []
+        self.outer_parameters: list[Tensor] = []
         self.outer: torch.optim.Optimizer | None = None
         if outer_lr > 0:
-            self.meeting_point = [p.detach().clone() for p in self.trainable]
-            self.outer = torch.optim.SGD(self.meeting_point, outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+            self.outer_parameters = [p.detach().clone() for p in self.trainable]
+            self.outer = torch.optim.SGD(self.outer_parameters, outer_lr, outer_momentum, nesterov=outer_momentum > 0)
 
     def after_step(self) -> bool:
         """Count one step; True if the ranks met."""
         self.steps += 1
         if self.steps % self.every:
             return False
-        self.meet()
+        self.average()
         return True
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def average(self) -> None:
         """Average the model now; also to be called after the last step, where ranks may still be apart."""
         self._average([p.data for p in self.trainable])
         self._average([b for b in self.module.buffers() if b.is_floating_point()])
         if self.outer is not None:
-            for start, parameter in zip(self.meeting_point, self.trainable, strict=True):
+            for start, parameter in zip(self.outer_parameters, self.trainable, strict=True):
                 start.grad = start - parameter  # descending this gradient with lr 1 would land on the mean
             self.outer.step()
-            for start, parameter in zip(self.meeting_point, self.trainable, strict=True):
+            for start, parameter in zip(self.outer_parameters, self.trainable, strict=True):
                 parameter.copy_(start)
 
     def _average(self, tensors: list[Tensor]) -> None:
@@ -88,13 +88,13 @@ class LocalSGD(Holder):
                 tensor.copy_(part.view_as(tensor))
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"steps": self.steps, "meeting_point": self.meeting_point}
+        state: dict[str, Any] = {"steps": self.steps, "meeting_point": self.outer_parameters}
         return state if self.outer is None else {**state, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
         with torch.no_grad():
-            for mine, theirs in zip(self.meeting_point, state["meeting_point"], strict=True):
+            for mine, theirs in zip(self.outer_parameters, state["meeting_point"], strict=True):
                 mine.copy_(theirs)
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
@@ -103,5 +103,5 @@ class LocalSGD(Holder):
     def restart(self) -> None:
         """The model has been replaced by one that all ranks have in common: go on from there."""
         self.steps = 0
-        for mine, parameter in zip(self.meeting_point, self.trainable if self.meeting_point else [], strict=True):
+        for mine, parameter in zip(self.outer_parameters, self.trainable if self.outer_parameters else [], strict=True):
             mine.copy_(parameter)

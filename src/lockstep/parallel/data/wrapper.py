@@ -228,7 +228,7 @@ def broadcast_module(module: nn.Module, group: GroupLike = None) -> None:
 
 @torch.no_grad()
 def broadcast_tensor(tensor: Tensor, group: GroupLike = None) -> None:
-    """Everybody takes the first rank's, in place, also where it is not contiguous; of a DTensor, its part."""
+    """All ranks take the first one's, in place, also where it is not contiguous; of a DTensor, its part."""
     if _known_equal or group_of(group).size == 1:
         return
     mine = local(tensor.data)
@@ -240,7 +240,7 @@ def broadcast_tensor(tensor: Tensor, group: GroupLike = None) -> None:
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, group: GroupLike = None) -> None:
-    """Before a forward pass: everybody starts from the first rank's running statistics, one broadcast per dtype."""
+    """Before a forward pass: all ranks start from the first one's running statistics, one broadcast per dtype."""
     if group_of(group).size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

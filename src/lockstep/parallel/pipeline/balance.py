@@ -26,8 +26,8 @@ def even_cuts(costs: Sequence[int], parts: int) -> list[int]:
         found: list[float] = [float("inf")] * (layers + 1)
         last = [0] * (layers + 1)
         for end in range(part, layers + 1):
-            meet = bisect_left(range(end), True, lo=part - 1, key=lambda b: best[b] >= before[end] - before[b])
-            for begin in (meet - 1, meet):
+            crossing = bisect_left(range(end), True, lo=part - 1, key=lambda b: best[b] >= before[end] - before[b])
+            for begin in (crossing - 1, crossing):
                 worst = max(best[begin], before[end] - before[begin]) if part - 1 <= begin < end else float("inf")
                 if worst < found[end]:
                     found[end], last[end] = worst, begin

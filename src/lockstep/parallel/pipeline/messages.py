@@ -88,7 +88,7 @@ class Receiving:
     pending: list[Pending]
 
 
-class Inbox:
+class MessageQueue:
     """Messages from one rank, in the order in which it sends them."""
 
     def __init__(self, sender: int, expected: list[Message], group: Group, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class Inbox:
         self._asked: dict[Message, Receiving] = {}
 
     def begin(self, known: dict[Message, Kinds] | None) -> None:
-        """A new step. `known`: what each message is; None: headers tell."""
+        """A new step. `known`: what each message is; None: it has a header."""
         self._next, self._known = 0, known
         if known is not None and self._ahead:
             self._ask()
@@ -148,12 +148,12 @@ class Post:
         self.device, self.rank = device, group.rank
         self.towards = towards or directions(group, device)
         self._later, self._earlier = self.towards
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, MessageQueue] = {}
         for sender in range(group.size):
             for_me = [message for to, message in sent_by(sender, schedule, placement) if to == group.rank]
             if for_me and sender != group.rank:
                 way = self._later if sender < group.rank else self._earlier
-                self._inboxes[sender] = Inbox(sender, for_me, way, device)
+                self._inboxes[sender] = MessageQueue(sender, for_me, way, device)
         self._from = {message: sender for sender, inbox in self._inboxes.items() for message in inbox.expected}
         self._to = {message: to for to, message in sent_by(group.rank, schedule, placement)}
         self._learnt: dict[object, dict[Message, Kinds]] = {}

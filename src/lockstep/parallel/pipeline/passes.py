@@ -16,7 +16,7 @@ from lockstep.parallel.pipeline.weight_pass import WeightPass
 
 
 @dataclass
-class Held:
+class SavedForward:
     """A micro-batch between its forward and the end of its backward, in one part."""
 
     inputs: list[Tensor]
@@ -43,7 +43,7 @@ class Passes:
         """Some layer works in place."""
         self.spans: list[tuple[Instruction, Mark, Mark]] = []
         """Of the passes of this step: when they ran."""
-        self._held: dict[tuple[int, int], Held] = {}
+        self._held: dict[tuple[int, int], SavedForward] = {}
         self._next_inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._gradients: dict[tuple[int, int], list[Tensor | None]] = {}
 
@@ -122,7 +122,7 @@ class Passes:
         weights = WeightPass() if self.splits_backward and not recompute else None
 
         def run(*inputs: Tensor) -> Any:
-            if self.changes_inputs:  # what has come from another rank is a leaf, which nobody may write to
+            if self.changes_inputs:  # what was received from another rank is a leaf, which must not be written to
                 inputs = tuple(x.clone() if x.requires_grad else x for x in inputs)
             with weights or nullcontext():
                 return self.run(chunk, *inputs)
@@ -131,7 +131,7 @@ class Passes:
         if part == self.placement.parts - 1:
             outputs = self._loss(outputs, i)
         tensors = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-        self._held[part, i] = Held(inputs, tensors, weights)
+        self._held[part, i] = SavedForward(inputs, tensors, weights)
         following = part + 1
         if following < self.placement.parts and self.placement.place(following)[0] == self.rank:  # no message
             self._next_inputs[following, i] = [t.detach().requires_grad_(t.requires_grad) for t in tensors]

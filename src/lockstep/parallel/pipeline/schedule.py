@@ -8,8 +8,7 @@ m micro-batches follow each other through the parts. With forward = 1 and backwa
 inputs is 1, and that of the weights 1), a step of m micro-batches takes 3m, and what a rank stands idle:
 
     name           idle per rank            holds at most         in a few words
-    naive          3m(p-1)                  1 micro-batch         one micro-batch after the other: nobody works beside
-                                                                  another
+    naive          3m(p-1)                  1 micro-batch         one micro-batch after the other, one stage at a time
     gpipe          3(p-1)                   m                     all forwards, then all backwards
     1f1b           3(p-1)                   p - r at stage r      a backward as soon as there is one
     interleaved    3(p-1)/v                 more than 1f1b        v chunks per rank: the line is filled by shorter parts

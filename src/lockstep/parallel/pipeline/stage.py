@@ -69,7 +69,7 @@ class Stage(nn.Module):
 
     def __init__(self, module: nn.Module, layers: list[list[Layer]], first_names: dict[str, str]) -> None:
         super().__init__()
-        # The very same submodules: whoever replaces one here replaces it there, where the layers' functions look.
+        # The very same submodules: one that is replaced here is replaced there, where the layers' functions find it.
         for own in ("_modules", "_parameters", "_buffers"):
             self.__dict__[own] = module.__dict__[own]
         self.__dict__["whole"] = module  # not a submodule: its parameters are here already

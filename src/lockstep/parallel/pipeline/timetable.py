@@ -1,7 +1,7 @@
 """When each pass of a schedule would run, if passes and messages took what one says.
 
 What a drawing shows, and what the laws are about: how long a step takes, how long ranks stand idle, how many
-micro-batches they hold. A schedule that cannot be carried out is found out here: everybody waits, and nobody sends.
+micro-batches they hold. A schedule that deadlocks is found here: every stage waits, and none sends.
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ def timetable(
     stuck = [rank for rank, instructions in enumerate(schedule) if position[rank] < len(instructions)]
     if stuck:
         first = stuck[0]
-        raise UserError(f"rank {first} waits for ever at {schedule[first][position[first]]}: the schedule deadlocks")
+        raise UserError(f"rank {first} waits forever at {schedule[first][position[first]]}: the schedule deadlocks")
     return found
 
 

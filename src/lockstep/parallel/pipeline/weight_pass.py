@@ -100,7 +100,7 @@ def deferred_by(x: Tensor, weight: Tensor) -> WeightPass | None:
 
 
 def deferring(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Defer | None]:
-    """As autocast wants them, and whom backward leaves the gradient of the weight to. The weight is then detached: to
+    """As autocast wants them, and the weight pass that computes the weight's gradient. The weight is then detached: to
     autograd, what has no gradient yet would count as one.
     """
     later = deferred_by(x, weight)

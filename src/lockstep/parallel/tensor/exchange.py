@@ -4,7 +4,7 @@ A tensor inside a cut model is, over the ranks of a group, one of three things:
 
     whole      the same on every rank
     cut        each rank has its part of one dimension
-    summands   each rank has a term of a sum that nobody has
+    summands   each rank has a term of a sum that no rank has
 
 and a gradient's kind follows from how its tensor is used. Each function moves a tensor from one kind to another; its
 backward moves the gradient the opposite way.
@@ -13,7 +13,7 @@ backward moves the gradient the opposite way.
     copy_to_ranks         whole, as it is               summands -> all-reduce        every rank uses x for its part of
                                                                                       the output: gradients add up
     reduce_from_ranks     summands -> all-reduce        whole, as it is               d(a + b) = da = db
-    split_to_ranks        whole -> its own part         cut -> all-gather             nobody else knows the gradient of
+    split_to_ranks        whole -> its own part         cut -> all-gather             no other rank has the gradient of
                                                                                       the other parts
     gather_from_ranks     cut -> all-gather             whole -> its own part         all compute the same from it
     gather_positions      cut -> all-gather             summands -> reduce-scatter    gathered, and then used by each

@@ -23,7 +23,7 @@ class OwnNumbers:
         self._seed = -1
 
     def enter(self, x: Tensor) -> None:
-        """Or stay in it. (A recomputation may end in the midst of a region, and whoever called it puts the stream
+        """Or stay in it. (A recomputation may end in the midst of a region, and its caller puts the stream
         back: then it is another one's seed.)
         """
         generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator

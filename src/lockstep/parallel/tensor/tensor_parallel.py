@@ -46,13 +46,13 @@ from lockstep.parallel.tensor.parallel_products import SEQUENCE
 from lockstep.parallel.tensor.random_numbers import OwnNumbers, draws_numbers
 from lockstep.uncompiled import uncompiled
 
-Plan = dict[str, str]
+ModulePlan = dict[str, str]
 KINDS = ("column", "column:gather", "row", "vocab", "sequence")
 
 
 def tensor_parallel(
     module: nn.Module,
-    plan: Plan | None = None,
+    plan: ModulePlan | None = None,
     process_group: GroupLike = None,
     sequence_parallel: bool = False,
     keep_gathered: bool = False,
@@ -109,18 +109,18 @@ def cut_as_planned(
     return module
 
 
-def own_plan(module: nn.Module) -> Plan:
+def own_plan(module: nn.Module) -> ModulePlan:
     make: Any = getattr(module, "tensor_plan", None)
     if make is None:
         raise UserError(
             f"{type(module).__name__} has no tensor_plan() of its own; give a plan, as "
             f'{{"*.up": "column", "*.down": "row"}}'
         )
-    plan: Plan = make()
+    plan: ModulePlan = make()
     return plan
 
 
-def match_plan(module: nn.Module, plan: Plan) -> dict[str, str]:
+def match_plan(module: nn.Module, plan: ModulePlan) -> dict[str, str]:
     """{module name: kind}. A pattern that names nothing, or two that disagree, are mistakes."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     found: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Cross entropy of logits of which each rank has some columns: nobody ever has a whole row.
+"""Cross entropy of logits of which each rank has some columns: no rank ever has a whole row.
 
     loss = log(sum over all v of exp(logit_v)) - logit_target
 
-Each rank has its part of the sum, and one of them has the target's logit. Three numbers per token meet, in two
+Each rank has its part of the sum, and one of them has the target's logit. Three numbers per token are reduced, in two
 messages: the largest logit (so that exp does not overflow), then the sum and the target's logit. Gathered logits would
 be vocabulary / n numbers per token from each rank. Backward sends nothing: softmax minus one at the target, each rank
 for its own columns.

@@ -22,14 +22,14 @@ computes. How the communication goes, per step, with three units:
 optimizer state) / n, one or two whole units, and two buffers of gradients. Parameters outside every block are held by
 every rank and their gradients all-reduced; so are those that two units share.
 
-How we know where we are. Forward hooks tell when a block begins and ends; a block's backward begins with the gradient
+How we know where we are. Forward hooks fire when a block begins and ends; a block's backward begins with the gradient
 of its output (a hook on it) and ends with that of its input (`_EndOfBackward`, an identity put before the block). The
 order of the blocks is what the last forward pass showed. Backward goes through it from the end, and `_cursor` is
 the block that is next: ranks must issue their collectives in the same order, so where this rank's loss does not depend
 on a block, `_catch_up` issues them for it all the same.
 
-`shard_unit.py` is the unit: its two bodies, its memory; `sharded_module.py` the module cut into units;
-`gradient_buffers.py` where gradients are reduced. This file is when which of them does what.
+`shard_unit.py` is the unit: sharded and unsharded parameters, their memory; `sharded_module.py` the module cut into
+units; `gradient_buffers.py` where gradients are reduced. This file is when which of them does what.
 """
 
 import weakref
@@ -45,8 +45,8 @@ from lockstep.layout.group import GroupLike, group_of
 from lockstep.models.blocks import ShardBy
 from lockstep.parallel.data.wrapper import when_backward_is_over
 from lockstep.parallel.gradient_norm import clip_grad_norm_
-from lockstep.parallel.zero.shard_unit import Placement, State
-from lockstep.parallel.zero.sharded_module import CPU, Block, Initialize, ShardedModule, fill_later
+from lockstep.parallel.zero.shard_unit import UnitPlacement, UnitState
+from lockstep.parallel.zero.sharded_module import CPU, Initialize, ShardedBlock, ShardedModule, fill_later
 
 
 class Pass(Enum):
@@ -92,14 +92,14 @@ class FullyShardedDataParallel(ShardedModule):
         `manual`: gradients are the mean only after `finish_gradient_synchronization()`.
         """
         device = device or _device_of(module)
-        placement = Placement(device, CPU if offload else device, compute_dtype, reduce_dtype)
+        placement = UnitPlacement(device, CPU if offload else device, compute_dtype, reduce_dtype)
         super().__init__(module, shard, group_of(process_group, "shard"), placement, initialize, manual)
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.output_dtype = output_dtype if compute_dtype is not None else None
         self.shard_by, self.offload = shard, offload
         self._pass = Pass.FORWARD
-        self._order: list[Block] = []  # as their forward began, in the last pass
-        self._order_before: list[Block] = []
+        self._order: list[ShardedBlock] = []  # as their forward began, in the last pass
+        self._order_before: list[ShardedBlock] = []
         self._cursor = -1  # in the order, whose backward is next: from the last to the first
         self._hooks = [hook for block in self.blocks if not block.is_root for hook in self._watch(block)]
 
@@ -143,7 +143,7 @@ class FullyShardedDataParallel(ShardedModule):
         self._cursor = len(self._order) - 1 if torch.is_grad_enabled() else -1
         return self.watch_outputs(self.cast(outputs, self.output_dtype))
 
-    def _watch(self, block: Block) -> tuple[RemovableHandle, RemovableHandle]:
+    def _watch(self, block: ShardedBlock) -> tuple[RemovableHandle, RemovableHandle]:
         """Be called before and after the block's forward; weakly, as the module may outlive the wrapper."""
         weak_self = weakref.ref(self)
 
@@ -160,8 +160,8 @@ class FullyShardedDataParallel(ShardedModule):
             block.module.register_forward_hook(after),
         )
 
-    def _before_block(self, block: Block, args: Any, kwargs: Any) -> Any:
-        block.was_whole = block.units[0].state is State.WHOLE
+    def _before_block(self, block: ShardedBlock, args: Any, kwargs: Any) -> Any:
+        block.was_whole = block.units[0].state is UnitState.UNSHARDED
         if self._pass is Pass.BACKWARD and block in self._order:  # recomputed: first what was skipped before it
             self._catch_up(self._order.index(block))
         block.unshard()
@@ -179,7 +179,7 @@ class FullyShardedDataParallel(ShardedModule):
         args, kwargs = tree_unflatten(flat, shape)
         return args, kwargs
 
-    def _prefetch_in_forward(self, block: Block) -> None:
+    def _prefetch_in_forward(self, block: ShardedBlock) -> None:
         """Issue the all-gathers of what comes next, if forward goes as it went last time."""
         if block not in self._order:
             self._order.append(block)
@@ -188,7 +188,7 @@ class FullyShardedDataParallel(ShardedModule):
             for following in self._order_before[start : start + self.prefetch]:
                 following.prefetch()
 
-    def _after_block(self, block: Block, outputs: Any) -> Any:
+    def _after_block(self, block: ShardedBlock, outputs: Any) -> Any:
         no_backward = not torch.is_grad_enabled() and not block.was_whole
         if self._pass is Pass.FORWARD and (self.reshard_after_forward or no_backward):
             block.reshard()
@@ -207,7 +207,7 @@ class FullyShardedDataParallel(ShardedModule):
         for unit in self.outside():
             unit.unshard()  # still whole, unless another backward has come in between
 
-    def _before_backward_of(self, block: Block) -> None:
+    def _before_backward_of(self, block: ShardedBlock) -> None:
         self.backward_began()  # the first sign, where a loss depends on no output of the module
         position = self._order.index(block) if block in self._order else -1
         if position >= 0:
@@ -230,7 +230,7 @@ class FullyShardedDataParallel(ShardedModule):
             self._prefetch_in_backward(self._cursor)
             self._after_backward_of(block)
 
-    def _after_backward_of(self, block: Block) -> None:
+    def _after_backward_of(self, block: ShardedBlock) -> None:
         """The gradients with respect to the block's inputs are ready, so its parameters' are too."""
         for unit in block.units:
             if unit.trainable and self._synchronizing:
@@ -277,7 +277,9 @@ class _EndOfBackward(torch.autograd.Function):
     """Passes a block's inputs on unchanged; in backward, their gradients are ready when the block's are."""
 
     @staticmethod
-    def forward(ctx: Any, wrapper: "FullyShardedDataParallel", block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, wrapper: "FullyShardedDataParallel", block: ShardedBlock, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.wrapper, ctx.block = wrapper, block
         ctx.set_materialize_grads(False)  # an input that is not used gets no gradient, not a gradient of zeros
         return inputs

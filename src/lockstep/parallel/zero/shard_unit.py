@@ -1,19 +1,19 @@
 """One unit of fully sharded data parallelism: parameters that are all-gathered, released and reduced together.
 
-A parameter has two bodies. The one that the optimizer, `named_parameters()` and everybody outside knows is the
+A parameter exists twice. Sharded, as the optimizer, `named_parameters()` and the user's code see it, it is the
 original `nn.Parameter`, whose data are this rank's piece: k elements in a row, with as many dimensions as before (a
-matrix's are 1 x k), so that decay groups by `p.ndim` are what they are in one process. The one that computes is a whole
-tensor, put in the original's place on the module only while the unit is whole:
+matrix's are 1 x k), so that decay groups by `p.ndim` are what they are in one process. Unsharded, it is a whole
+tensor, in the original's place on the module only while the unit computes:
 
-    shard   [ piece of p0 | piece of p1 ]                     always; the pieces are p.data
-    whole   [ p0              | p1      | padding ]           while the unit computes; its memory is released in between
+    sharded     [ piece of p0 | piece of p1 ]                 always; the pieces are p.data
+    unsharded   [ p0              | p1      | padding ]       while the unit computes; its memory is released in between
 
-All whole tensors are views of one storage, and the shard is one part of it, so an all-gather fills them all without a
-copy, and releasing is one call. Autograd keeps the whole tensors themselves (for backward), never a copy; when the
-storage is filled again before backward, what it kept is there again.
+All unsharded tensors are views of one storage, and the shard is one part of it, so an all-gather fills them all without
+a copy, and releasing is one call. Autograd keeps the unsharded tensors themselves (for backward), never a copy; when
+the storage is filled again before backward, what it kept is there again.
 
             prefetch()             unshard()                    reshard()
-    SHARDED ----------> GATHERING -----------> WHOLE (computes) ----------> SHARDED
+    SHARDED ----------> GATHERING -----------> UNSHARDED (computes) ----------> SHARDED
             all-gather issued      waited for                   memory released
 """
 
@@ -41,16 +41,16 @@ Owner = tuple[nn.Module, str]
 """A module and the name under which it has a parameter."""
 
 
-class State(Enum):
+class UnitState(Enum):
     """Of a unit's parameters."""
 
     SHARDED = "every rank has its piece"
     GATHERING = "an all-gather is in flight"
-    WHOLE = "the modules compute with whole tensors"
+    UNSHARDED = "the modules compute with unsharded tensors"
 
 
 @dataclass
-class Placement:
+class UnitPlacement:
     """Where a unit computes, where its shard lies, and in which dtypes."""
 
     device: torch.device
@@ -79,7 +79,7 @@ class ShardUnit:
         self,
         owners: dict[nn.Parameter, list[Owner]],
         group: Group,
-        placement: Placement,
+        placement: UnitPlacement,
         replicated: bool = False,
         name: str = "",
     ) -> None:
@@ -105,8 +105,8 @@ class ShardUnit:
         self.shard = self._make_shard(like.dtype, placement.shard_device)
         self.resident = replicated and (self.dtype, self.device) == (self.shard.dtype, self.shard.device)
         """The parameters compute themselves: there is nothing to gather or to release."""
-        self._make_bodies()
-        self.state = State.WHOLE if self.resident else State.SHARDED
+        self._make_unsharded()
+        self.state = UnitState.UNSHARDED if self.resident else UnitState.SHARDED
         self._gather: Pending | None = None
         self._expired = False
         self.used = [False] * len(self.parameters)
@@ -115,29 +115,29 @@ class ShardUnit:
         """Its reduction has been issued since all were last waited for."""
         self.gradient: Tensor | None = None
         """This rank's part of the mean gradient, in the parameters' own dtype."""
-        self.unreduced = UnreducedGradients(self.bodies, self.reduce_dtype)
+        self.unreduced = UnreducedGradients(self.unsharded, self.reduce_dtype)
         self._reduction: Reduction | None = None
         self._mean_is_kept = False
-        """`gradient` has a mean of this round, which is not handed over yet: another one is added to it."""
+        """`gradient` has a mean of this round, which is not in `.grad` yet: another one is added to it."""
         self.reshard()
 
-    def _make_bodies(self) -> None:
+    def _make_unsharded(self) -> None:
         if self.resident:
-            self.bodies = self.parameters
+            self.unsharded = self.parameters
             return
-        self.whole = torch.empty(self.layout.length, dtype=self.dtype, device=self.device)
-        views = zip(self.layout.views(self.whole), self.parameters, strict=True)
-        self.bodies = [nn.Parameter(view, parameter.requires_grad) for view, parameter in views]
+        self.flat_unsharded = torch.empty(self.layout.length, dtype=self.dtype, device=self.device)
+        views = zip(self.layout.views(self.flat_unsharded), self.parameters, strict=True)
+        self.unsharded = [nn.Parameter(view, parameter.requires_grad) for view, parameter in views]
         # Written to through an alias: autograd must not take filling the memory again for a change of the weights.
-        self._memory = self.whole.data
-        self._storage = self.whole.untyped_storage()
+        self._memory = self.flat_unsharded.data
+        self._storage = self.flat_unsharded.untyped_storage()
         self._nbytes = self._storage.nbytes()
 
     @torch.no_grad()
     def _make_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's part, in memory that the backend need not copy; each parameter's data become its piece.
 
-        A parameter on the meta device has no data yet: its piece stays empty until somebody fills it.
+        A parameter on the meta device has no data yet: its piece stays empty until it is filled.
         """
         length = self.layout.part_length
         if self.replicated:
@@ -164,8 +164,8 @@ class ShardUnit:
         if (now := self._not_frozen()) == self.trainable:
             return
         self.trainable = now
-        for body, parameter in zip(self.bodies, self.parameters, strict=True):
-            body.requires_grad_(parameter.requires_grad)
+        for unsharded, parameter in zip(self.unsharded, self.parameters, strict=True):
+            unsharded.requires_grad_(parameter.requires_grad)
             if not parameter.requires_grad:
                 parameter.grad = None
 
@@ -182,10 +182,10 @@ class ShardUnit:
     @torch.no_grad()
     def prefetch(self) -> None:
         """Issue the all-gather, unless the unit is whole or will be."""
-        if self.state is not State.SHARDED:
+        if self.state is not UnitState.SHARDED:
             return
         self._storage.resize_(self._nbytes)
-        self.state = State.GATHERING
+        self.state = UnitState.GATHERING
         if self.layout.parts == 1:
             self._memory.copy_(self.shard)
             self._gather = Pending(None)
@@ -211,17 +211,17 @@ class ShardUnit:
         if self._expired:
             self.reshard()
         self.prefetch()
-        if self.state is State.GATHERING:
+        if self.state is UnitState.GATHERING:
             self._wait_for_gather()
-            self.state = State.WHOLE
-            self._place(self.bodies)
+            self.state = UnitState.UNSHARDED
+            self._place(self.unsharded)
 
     def reshard(self) -> None:
         """The modules have their pieces again, and the memory of the whole tensors is released."""
         if self.resident:
             return
         self._wait_for_gather()
-        self.state, self._expired = State.SHARDED, False
+        self.state, self._expired = UnitState.SHARDED, False
         self._place(self.parameters)
         self._storage.resize_(0)
 
@@ -234,20 +234,21 @@ class ShardUnit:
         """A new forward begins: what was gathered for an earlier one may have been stepped since, and is gathered anew.
         (The tensors' versions do not show it: a fused optimizer on a GPU writes to the pieces without counting.)
         """
-        self._expired = self.state is not State.SHARDED and not self.resident
+        self._expired = self.state is not UnitState.SHARDED and not self.resident
 
     @torch.no_grad()
     def keep_own_piece(self) -> None:
-        """The whole tensors have been written to: the shard becomes this rank's part of them."""
+        """The unsharded tensors have been written to: the shard becomes this rank's part of them."""
         if not self.resident:
             self.shard.copy_(self.layout.part(self._memory, self.rank))
 
-    def _place(self, bodies: Iterable[nn.Parameter]) -> None:
-        for body, places in zip(bodies, self.owners.values(), strict=True):
+    def _place(self, parameters: Iterable[nn.Parameter]) -> None:
+        """On the modules, under their names."""
+        for parameter, places in zip(parameters, self.owners.values(), strict=True):
             for module, name in places:
-                module._parameters[name] = body
+                module._parameters[name] = parameter
 
-    # ---- gradients: reduce, hand over ------------------------------------------------------------------------
+    # ---- gradients: reduce, then hand off to `.grad` ---------------------------------------------------------
 
     def has_gradients(self) -> bool:
         """Whole ones, that have not been reduced."""
@@ -287,15 +288,15 @@ class ShardUnit:
         return self.reduce_dtype == self.dtype
 
     def _earlier_mean_is_kept(self) -> bool:
-        """One that was handed over and has not been zeroed since: some parameter still has its gradient.
+        """One that was handed off and has not been zeroed since: some parameter still has its gradient.
 
-        Where the parameters compute themselves, backward has added to what was handed over already.
+        Where the parameters compute themselves, backward has added to what is in `.grad` already.
         """
         kept = any(self.parameters[i].grad is not None for i in self.trainable)
         return kept and not self.resident and self.gradient is not None
 
     def _forget_zeroed(self, all_of_it: bool) -> None:
-        """What has been zeroed since it was handed over, all of it or a part, does not come back."""
+        """What has been zeroed since it was handed off, all of it or a part, does not come back."""
         for index in self.trainable:
             if all_of_it or self.parameters[index].grad is None:
                 self.used[index] = False
@@ -367,7 +368,7 @@ def row_shape(whole: torch.Size, piece: Tensor) -> tuple[int, ...]:
 
 
 def replace_meta(parameter: nn.Parameter, data: Tensor, places: list[Owner]) -> None:
-    """Give a parameter of the meta device a body, without changing which object it is."""
+    """Give a parameter of the meta device memory, without changing which object it is."""
     with torch.no_grad():
         real = nn.Parameter(data, parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)

@@ -100,7 +100,7 @@ class ShardedDataParallel(GradientWrapper):
         optimizer.step()
         optimizer.zero_grad()
 
-    All ranks begin with the first rank's weights. Stage 2 lets go of what other ranks own of a gradient at once.
+    All ranks begin with the first rank's weights. Stage 2 releases at once what other ranks own of a gradient.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ShardedDataParallel(GradientWrapper):
         """`manual`: gradients are the mean only after `finish_gradient_synchronization()`.
 
         `overlap_gather`: `optimizer.step()` returns with the parameters' all-gathers in flight, and forward waits for
-        them, block by block. Whoever reads parameters in between calls `optimizer.wait_for_parameters()` first.
+        them, block by block. To read parameters in between, call `optimizer.wait_for_parameters()` first.
         """
         super().__init__(module, optimizer.group, manual)
         if stage not in (1, 2):

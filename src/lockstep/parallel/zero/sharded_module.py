@@ -26,7 +26,7 @@ from lockstep.models.blocks import ShardBy, chosen_blocks
 from lockstep.parallel.data.wrapper import Flags, GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
 from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.zero.gradient_buffers import GradientBuffers
-from lockstep.parallel.zero.shard_unit import Owner, Placement, ShardUnit, State
+from lockstep.parallel.zero.shard_unit import Owner, ShardUnit, UnitPlacement, UnitState
 
 CPU = torch.device("cpu")
 OUTSIDE = "outside the blocks"
@@ -38,7 +38,7 @@ def fill_later(module: nn.Module) -> None:
     """As `initialize`: what is on the meta device stays empty until `load_full_state_dict`."""
 
 
-class Block:
+class ShardedBlock:
     """A module whose parameters are gathered together: its units (one per dtype, trained and frozen apart)."""
 
     def __init__(self, module: nn.Module, units: list[ShardUnit], is_root: bool) -> None:
@@ -67,14 +67,14 @@ class ShardedModule(GradientWrapper):
         module: nn.Module,
         shard: ShardBy | None,
         group: Group,
-        placement: Placement,
+        placement: UnitPlacement,
         initialize: Initialize | None,
         manual: bool,
     ) -> None:
         super().__init__(module, group, manual)
         self.placement = placement
         check_same_model(module, group)
-        self.blocks: list[Block] = []
+        self.blocks: list[ShardedBlock] = []
         self.rest: list[ShardUnit] = []
         self._make_units(shard, initialize or reset_parameters)
         if group.size > 1:
@@ -93,7 +93,7 @@ class ShardedModule(GradientWrapper):
             mine = {p: places[p] for p in places if homes[p] == {name}}
             units = self._units(mine, name or OUTSIDE, replicated=False, initialize=initialize)
             if units:
-                self.blocks.append(Block(module, units, is_root=module is self.module))
+                self.blocks.append(ShardedBlock(module, units, is_root=module is self.module))
         outside = {p: places[p] for p in places if len(homes[p]) > 1 or homes[p] == {None}}
         self.rest = self._units(outside, OUTSIDE, replicated=True, initialize=initialize)
 
@@ -143,8 +143,8 @@ class ShardedModule(GradientWrapper):
             self._give_buffers(module)
             initialize(module)
         for unit in units:
-            for body in unit.bodies:
-                broadcast(body.data, group=self.group, purpose="parameters")
+            for parameter in unit.unsharded:
+                broadcast(parameter.data, group=self.group, purpose="parameters")
             unit.keep_own_piece()
             unit.reshard()
 
@@ -171,7 +171,7 @@ class ShardedModule(GradientWrapper):
         an earlier forward needs it.
         """
         outside = self.outside()
-        was_whole = [unit.state is State.WHOLE for unit in outside]
+        was_whole = [unit.state is UnitState.UNSHARDED for unit in outside]
         for unit in outside:
             unit.unshard()
         yield

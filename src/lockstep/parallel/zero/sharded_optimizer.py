@@ -6,7 +6,7 @@ How a step goes:
 2. the wrapped optimizer knows this rank's pieces only: 1-D views of the parameters, with the matching slice of
    `p.grad`. It steps them in place, so Adam's two moments exist once over all ranks
 3. each bucket is all-gathered in place: every rank gets the parts that the others have updated. `step()` waits for
-   that, unless somebody has promised to wait before the parameters are used (`overlap_gather`): then the all-gathers
+   that, unless the caller waits before the parameters are used (`overlap_gather`): then the all-gathers
    are in flight while the next forward pass begins, those of the first layers first
 
 Averaging gradients is not its job: it steps with what stands in `p.grad`, as any optimizer does. `DataParallel`
@@ -93,7 +93,7 @@ class ParameterBucket:
 
 @dataclass
 class OwnedPiece:
-    """This rank's piece of one parameter, for whoever saves or loads it."""
+    """This rank's piece of one parameter, for saving and loading."""
 
     parameter: nn.Parameter
     piece: Piece
@@ -127,9 +127,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make, self._options, self._offload = optimizer_cls, kwargs, offload
         self.times_zeroed = 0
         self.overlap_gather = False
-        """`step()` returns with all-gathers in flight: whoever sets this calls `wait_for_parameters` in time."""
+        """`step()` returns with all-gathers in flight: a caller that sets this calls `wait_for_parameters` in time."""
         self.gather_order: list[ParameterBucket] = []
-        """In which forward needs them, where somebody knows; else from the last, which has the first layers."""
+        """In which forward needs them, where that is known; else from the last, which has the first layers."""
         self.group, self._cap = group_of(process_group, "shard"), bucket_mb * MIB
         self._inner: torch.optim.Optimizer | None = None
         self._frozen: list[nn.Parameter] = []
@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's pieces, then fetch everybody else's."""
+        """Update this rank's pieces, then all-gather the others'."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -226,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {names[o.parameter]: Held(o.shard, o.region) for o in self.owned() if o.parameter in names}
 
     def refresh(self) -> None:
-        """Somebody has written to parameters: take their values over into this rank's pieces."""
+        """Parameters have been written to: copy their values into this rank's pieces."""
         for bucket in self.buckets:
             bucket.refresh()
 
@@ -250,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.inner.state[owned.shard].items()}
                 mine.setdefault(numbers[owned.parameter], []).append((owned.piece.inside, state))
         whole: dict[int, dict[str, Any]] = {}
-        for number, parameter in enumerate(numbers):  # one at a time: the ranks' parts meet in small portions
+        for number, parameter in enumerate(numbers):  # one at a time: the ranks' parts are gathered in small portions
             for part in all_gather_objects(mine.get(number, []), self.group):
                 for inside, state in part:
                     put_together(whole.setdefault(number, {}), state, inside, parameter)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.layout.region import Held
 from lockstep.models.blocks import ShardBy
-from lockstep.parallel.zero.shard_unit import Placement, ShardUnit, State
-from lockstep.parallel.zero.sharded_module import CPU, Block, Initialize, ShardedModule
+from lockstep.parallel.zero.shard_unit import ShardUnit, UnitPlacement, UnitState
+from lockstep.parallel.zero.sharded_module import CPU, Initialize, ShardedBlock, ShardedModule
 
 
 class ShardedStage(ShardedModule):
@@ -40,7 +40,7 @@ class ShardedStage(ShardedModule):
         initialize: Initialize | None = None,
     ) -> None:
         """As `FullyShardedDataParallel`'s."""
-        placement = Placement(device, CPU if offload else device, compute_dtype, reduce_dtype)
+        placement = UnitPlacement(device, CPU if offload else device, compute_dtype, reduce_dtype)
         super().__init__(module, shard, group_of(process_group, "shard"), placement, initialize, manual=True)
         self._in_step = False
         """Since the first forward pass that trains, until gradients are reduced."""
@@ -49,7 +49,7 @@ class ShardedStage(ShardedModule):
         self._issued = 0  # reductions of this step: always those of the first units
         self._missing: dict[ShardUnit, set[Tensor]] = {}
         self._places: dict[Tensor, tuple[ShardUnit, int]]
-        self._places = {body: (unit, i) for unit in self.units() for i, body in enumerate(unit.bodies)}
+        self._places = {p: (unit, i) for unit in self.units() for i, p in enumerate(unit.unsharded)}
         self._watched: set[Tensor] = set()
         for block in self._sequence:
             block.module.register_forward_pre_hook(self._before_block(block), prepend=True, with_kwargs=True)
@@ -74,31 +74,31 @@ class ShardedStage(ShardedModule):
         outside = self.outside()  # with what stages share, whose gradients are complete last
         blocks = [unit for block in reversed(self._sequence) for unit in block.units]
         self._order = [unit for unit in (*blocks, *outside) if unit.trainable]
-        self._missing = {unit: {unit.bodies[i] for i in unit.trainable} for unit in self._order}
+        self._missing = {unit: {unit.unsharded[i] for i in unit.trainable} for unit in self._order}
         for unit in self._order:
             for index in unit.trainable:
                 self._watch_gradient(unit, index)
 
     def _watch_gradient(self, unit: ShardUnit, index: int) -> None:
-        body = unit.bodies[index]
-        if body in self._watched:
+        parameter = unit.unsharded[index]
+        if parameter in self._watched:
             return
-        self._watched.add(body)
+        self._watched.add(parameter)
         if unit.reduce_dtype != unit.dtype:
-            body.register_post_accumulate_grad_hook(lambda _: unit.unreduced.widen(index))
-        self.watch(body)
+            parameter.register_post_accumulate_grad_hook(lambda _: unit.unreduced.widen(index))
+        self.watch(parameter)
 
-    def _before_block(self, block: Block) -> Any:
+    def _before_block(self, block: ShardedBlock) -> Any:
         """Weak references are not needed: a stage and its wrapper are one."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            block.was_whole = block.units[0].state is State.WHOLE
+            block.was_whole = block.units[0].state is UnitState.UNSHARDED
             block.unshard()
             return self.cast((args, kwargs), self.placement.compute_dtype)
 
         return before
 
-    def _after_block(self, block: Block) -> Any:
+    def _after_block(self, block: ShardedBlock) -> Any:
         def after(_: nn.Module, args: Any, outputs: Any) -> None:
             if not torch.is_grad_enabled() and not block.was_whole and not self._in_step:
                 block.reshard()

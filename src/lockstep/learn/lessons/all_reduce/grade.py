@@ -116,7 +116,7 @@ def explain(logs: list[list[dict[str, Any]]]) -> str | None:
     """What the messages of ranks that hung show."""
     last = [log[-1] for log in logs if log]
     if len(last) == len(logs) and all(row["op"] == "send" for row in last) and len({row["line"] for row in last}) == 1:
-        return "every rank sends first, and nobody receives: send and receive at once (exchange)"
+        return "every rank sends first, and no rank receives: send and receive at once (exchange)"
     sends = [[row["peer"] for row in log if row["op"] == "isend"][-1:] for log in logs]
     peers = [peer[0] for peer in sends if peer]
     if len(peers) == len(logs) and len(set(peers)) < len(peers):

@@ -69,11 +69,11 @@ def grade(rank: Rank) -> None:
         times = {1: [9.0, 1.0, 9.0, 9.0, 9.0], 2: [50.0, 5.0, 5.0, 5.0, 5.0], 3: [6.0] * 5}
         asked = dict.fromkeys(times, 0)
 
-        def told(cap: int, asked: dict[int, int] = asked, times: dict[int, list[float]] = times) -> float:
+        def timed(cap: int, asked: dict[int, int] = asked, times: dict[int, list[float]] = times) -> float:
             asked[cap] += 1
             return times[cap][(asked[cap] - 1) % 5]
 
-        best = rank.exercise.best_cap([1, 2, 3], told, tries)
+        best = rank.exercise.best_cap([1, 2, 3], timed, tries)
         said = f"best_cap with {tries} tries: the caps were tried {list(asked.values())} times"
         rank.expect(set(asked.values()) == {tries}, said)
         rank.expect(best == 2, f"best_cap: expected the cap with the lowest median (2), got {best}")

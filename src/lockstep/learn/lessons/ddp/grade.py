@@ -103,7 +103,7 @@ def grade(rank: Rank) -> None:
 
 
 def overlaps(rank: Rank) -> None:
-    """On ranks that all use everything, gradients are on their way while backward still runs."""
+    """On ranks that all use everything, gradients are in flight while backward still runs."""
     torch.manual_seed(4)
     deep = Deep().to(rank.device)
     wrapped = rank.exercise.DistributedModel(deep)
@@ -116,7 +116,7 @@ def overlaps(rank: Rank) -> None:
 
 
 def compare(rank: Rank, what: str, mine: Awkward, whole: Awkward) -> None:
-    """A parameter that nobody used may have a gradient of zeros, or none."""
+    """A parameter that no rank used may have a gradient of zeros, or none."""
     for name, right in whole.named_parameters():
         got = dict(mine.named_parameters())[name].grad
         expected = right.grad if right.grad is not None else torch.zeros_like(right)

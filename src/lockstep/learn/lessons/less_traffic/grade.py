@@ -1,4 +1,4 @@
-"""What each method comes to, step by step, and what it sends."""
+"""What each method gives, step by step, and what it sends."""
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ def grade(rank: Rank) -> None:
         expected = start - 0.7 * (gradient + 0.9 * right_momentum)
         mistakes = {
             "the momentum of the rounds before is lost: change it in place": start - 0.7 * (gradient + 0.9 * gradient),
-            "the step begins where the ranks have come to, not where the round started": expected - start + now,
+            "the step begins at the mean of the ranks, not where the round started": expected - start + now,
             "that is plain momentum: Nesterov's looks ahead, g + beta momentum": start - 0.7 * right_momentum,
             "the sign is wrong: start - now points uphill, like a gradient": 2 * start - expected,
         }

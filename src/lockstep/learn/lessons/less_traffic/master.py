@@ -81,12 +81,12 @@ def power_sgd(matrix: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def average_weights(model: nn.Module) -> None:
-    """Local SGD's meeting, after some steps that every rank has taken alone."""
+    """Local SGD's average, after some steps that every rank has taken alone."""
     for parameter in model.parameters():
         #: solution
         dist.all_reduce(parameter.data)
         parameter.data /= dist.get_world_size()
-        #: todo the mean of what the ranks have come to
+        #: todo the mean of the ranks' weights
         #: wrong averages-gradients
         # dist.all_reduce(parameter.grad)
         # parameter.grad /= dist.get_world_size()

@@ -32,7 +32,7 @@ class Counting(nn.Module):
 
 
 def one_step(model: nn.Module, x: Tensor, y: Tensor, ranks: int = 1, mistake: str = "") -> Tensor:
-    """One process; or what ranks come to with a mistake."""
+    """One process; or the ranks' result with a mistake."""
     model.zero_grad()
     loss = ((model(x) - y) ** 2).mean()
     if not mistake:
@@ -67,9 +67,9 @@ def grade(rank: Rank) -> None:
         loss = one_step(whole, x, y)
         with rank.recorder.during() as calls:
             start = time.perf_counter()
-            told = trainer.step(x, y)
+            reported = trainer.step(x, y)
             seconds = time.perf_counter() - start
-        rank.expect(isinstance(told, dict), f"step: expected a dictionary, got {type(told).__name__}")
+        rank.expect(isinstance(reported, dict), f"step: expected a dictionary, got {type(reported).__name__}")
         unwaited = next((call for call in calls if not call.ended), None)
         said = f"an all-reduce of {unwaited.elements if unwaited else 0} was never waited for: it may come late"
         rank.expect(unwaited is None, said)
@@ -78,19 +78,19 @@ def grade(rank: Rank) -> None:
         rank.expect(not every, "every rank computed the whole batch: nothing is divided, so nothing is faster")
         rank.expect(mine.samples == share, f"step {step}: expected {share} samples on this rank, got {mine.samples}")
         rank.expect_model(f"after step {step}: the weight", mine, whole, wrongs)
-        rank.expect_tensor(f"step {step}: the loss", torch.tensor(told["loss"], dtype=torch.float64), loss.cpu())
+        rank.expect_tensor(f"step {step}: the loss", torch.tensor(reported["loss"], dtype=torch.float64), loss.cpu())
         each = "one all-reduce for each gradient, and one for the loss; fewer messages are lesson 8"
         rank.expect_calls(calls, {"all_reduce": 5}, each)  # four parameters and the loss
         waited = sum(call.waited for call in calls)
-        fair = 0.5 * waited <= told["comm_seconds"] <= seconds
-        told_of = f"comm_seconds: {told['comm_seconds']:.4f} s"
-        rank.expect(fair, f"{told_of}; its all-reduces took {waited:.4f} s, the whole step {seconds:.4f} s")
-        rank.expect(0 < told["comm_share"] < 1, f"comm_share: expected a share of 1, got {told['comm_share']}")
+        fair = 0.5 * waited <= reported["comm_seconds"] <= seconds
+        found = f"comm_seconds: {reported['comm_seconds']:.4f} s"
+        rank.expect(fair, f"{found}; its all-reduces took {waited:.4f} s, the whole step {seconds:.4f} s")
+        rank.expect(0 < reported["comm_share"] < 1, f"comm_share: expected a share of 1, got {reported['comm_share']}")
 
     if rank.size == RANKS:
         line = nn.Linear(PARAMETERS, 1, bias=False).double().to(rank.device)
         trainer = rank.exercise.Trainer(line, LR)
         with rank.recorder.during() as calls:
-            told = trainer.step(rank.same(BATCH, PARAMETERS), rank.same(BATCH, 1))
+            reported = trainer.step(rank.same(BATCH, PARAMETERS), rank.same(BATCH, 1))
         rank.guess("PREDICTED_BYTES", sum(call.sent for call in calls if call.elements > 1))
-        rank.note(f"communication took {told['comm_share']:.0%} of that step")
+        rank.note(f"communication took {reported['comm_share']:.0%} of that step")

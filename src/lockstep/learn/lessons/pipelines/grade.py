@@ -23,7 +23,7 @@ def facts() -> list[str]:
 
 
 def stuck(orders: list[list[tuple[str, int]]]) -> str | None:
-    """Who waits for what, if the stages cannot all come to their end."""
+    """Which stage waits for what, if not all can finish."""
     at, done, last = [0] * len(orders), set[tuple[int, str, int]](), len(orders) - 1
     while True:
         moved = False
@@ -55,7 +55,7 @@ def grade(rank: Rank) -> None:
             where = f"one_f_one_b({stage}, {stages}, {micro_batches})"
             rank.expect(sorted(order) == wanted, f"{where}: every micro-batch once F and once B; got {order}")
         problem = stuck(orders)
-        rank.expect(problem is None, f"nobody can go on: {problem} ({stages} stages, {micro_batches} micro-batches)")
+        rank.expect(problem is None, f"no stage can go on: {problem} ({stages} stages, {micro_batches} micro-batches)")
         for stage, order in enumerate(orders):
             held = most = 0
             for kind, _ in order:
@@ -104,7 +104,7 @@ def carry_out(rank: Rank) -> None:
         stage.did == order, f"run: stage {rank.rank} did {brief(stage.did)}; its instructions are {brief(order)}"
     )
     allowed = min(n - rank.rank, micro_batches) + 1  # and what a variable still has of the last
-    said = f"run: stage {rank.rank} holds what {stage.most} micro-batches gave: let go of each after its backward"
+    said = f"run: stage {rank.rank} holds what {stage.most} micro-batches gave: release each after its backward"
     rank.expect(stage.most <= allowed, said)
     for name, parameter in model[rank.rank].named_parameters():
         mistakes = {"you summed over micro-batches, the mean is missing": right[name] * micro_batches}

@@ -30,7 +30,7 @@ def deal(rows: Tensor | None, mine: Tensor) -> None:
 
 
 def collect(value: Tensor) -> list[Tensor] | None:
-    """Everybody's value on rank 0, None elsewhere."""
+    """All ranks' values on rank 0, None elsewhere."""
     first = dist.get_rank() == 0
     #: solution
     places = [torch.empty_like(value) for _ in range(dist.get_world_size())] if first else None
@@ -71,7 +71,7 @@ def first_then_others(action: Callable[[], None]) -> None:
     dist.barrier()
     if dist.get_rank() != 0:
         action()
-    #: todo nobody goes on before rank 0 is done
+    #: todo no rank goes on before rank 0 is done
     #: wrong no-barrier
     # action()
     #: end

@@ -8,7 +8,7 @@ from lockstep.learn.rank import Rank
 EVIDENCE = {
     "a": "a rank did not come at all to the last call, and its process is alive: it had less to do than the others",
     "b": "a process has ended, and not by itself",
-    "c": "all ranks came to the same call number, with two different calls",
+    "c": "all ranks reached the same call number, with two different calls",
     "d": "two columns of norms, with the same factor in every step: rounding differs from step to step",
     "e": "one file is named, because its checksum differs",
 }

@@ -28,7 +28,7 @@ TIMEOUT = 5.0
 MICRO_BATCHES = 4
 
 
-# Their names stand in the reports, and must not tell.
+# Their names stand in the reports, and must not give the answer away.
 
 
 def train_a(world: World) -> None:
@@ -83,7 +83,7 @@ def norm(model: nn.Module) -> float:
 
 
 def train_e(world: World, folder: Path) -> str:
-    """Two ranks save; a bit flips; somebody wants to go on."""
+    """Two ranks save; a bit flips; the run is to be resumed."""
     config = Config(
         model=MLP(layers=2, width=8),
         data=Data(name="synthetic", samples=16),
@@ -105,7 +105,7 @@ def train_e(world: World, folder: Path) -> str:
     return f"damaged, passed over: {damage[0]}\ngoing on from {whole}, a step earlier"
 
 
-def told(letter: str) -> str:
+def report(letter: str) -> str:
     """What a person sees of that run."""
     launch = Launch(nproc=3, device="cpu", backend="gloo", timeout=TIMEOUT)
     try:
@@ -127,4 +127,4 @@ def told(letter: str) -> str:
 def run(letter: str) -> None:
     if letter not in TRUTH:
         raise SystemExit(f"say which: python exercise.py {'|'.join(TRUTH)}")
-    print(told(letter))
+    print(report(letter))

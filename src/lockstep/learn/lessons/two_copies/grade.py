@@ -64,7 +64,7 @@ def grade(rank: Rank) -> None:
 
 
 def averages(rank: Rank, counts: list[int]) -> None:
-    """By itself, on gradients that nobody has computed."""
+    """By itself, on gradients that no backward has computed."""
     models = [nn.Linear(3, 2).double().to(rank.device) for _ in counts]
     for number, model in enumerate(models):
         for index, parameter in enumerate(model.parameters()):

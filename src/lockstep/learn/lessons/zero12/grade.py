@@ -35,7 +35,7 @@ def grade(rank: Rank) -> None:
         f"each rank keeps the whole optimizer's state: {kept:,} bytes, where its piece has {2 * piece * NUMBER:,}",
     )
     nobody = total - rank.size * getattr(sharded, "piece", piece)
-    rank.expect(nobody <= 0, f"the last {nobody} of {total} parameters belong to nobody: round the piece up")
+    rank.expect(nobody <= 0, f"the last {nobody} of {total} parameters belong to no rank: round the piece up")
     for step in range(3):
         shares = rank.of_all(4, 5, seed=step)
         before = copy.deepcopy(mine)

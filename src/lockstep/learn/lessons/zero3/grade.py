@@ -79,7 +79,7 @@ def grade(rank: Rank) -> None:
     apart = all(call.ended > done for call, done in zip(forwards[1:], moments, strict=False))
     rank.expect(apart, "a gather was started early and waited for at once: nothing overlaps")
     most = max(whole_at_once)
-    rank.expect(most <= 2, f"forward_all has {most} layers whole at once: gather one ahead, and let go of the last")
+    rank.expect(most <= 2, f"forward_all has {most} layers gathered at once: gather one ahead, and release the last")
     if rank.size == RANKS:
         rank.guess("PREDICTED_BYTES", sum(call.sent for call in [*forwards, *backwards]))
         held = sum(s.numel() for s in shards) / sum(w.numel() for w in weights)
@@ -87,5 +87,5 @@ def grade(rank: Rank) -> None:
 
 
 def still_there(calls: list[Call]) -> int:
-    """Gathered weights that somebody keeps."""
+    """Gathered weights that are still referenced."""
     return sum(call.operation == "all_gather_into_tensor" and call.place() is not None for call in calls)

@@ -16,7 +16,7 @@ from lockstep.launch.processes import process_namespace
 NO_ROOM = "none"
 
 
-class Meeting:
+class Rendezvous:
     """One rank's side of it. Everything that is put into the store is taken out again once it has been read."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
@@ -44,7 +44,7 @@ class Meeting:
         return self.peers[other]
 
     def make_segment(self, nbytes: int, prepare: Callable[[Segment], None] | None = None) -> Segment:
-        """Memory of all ranks, who ask for it together; the first one makes it, prepares it, and tells the others.
+        """Memory of all ranks, who ask for it together; the first one makes it, prepares it, and sends its name.
 
         No room is an error on every rank.
 

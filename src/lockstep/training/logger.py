@@ -1,4 +1,4 @@
-"""What a run tells while it goes: lines for a person, records for programs, means over windows of steps for both."""
+"""What a run logs: lines for a person, records for programs, means over windows of steps for both."""
 
 import time
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from lockstep.words import counted
 
 @dataclass
 class Issued:
-    """A step that has been issued, and what is to be told of it when it is over."""
+    """A step that has been issued, and what is to be logged when it is over."""
 
     number: int
     epoch: int
@@ -43,7 +43,7 @@ class Issued:
     ledger: Ledger
 
 
-class Telling:
+class ConsoleLogger:
     """To the terminal or a log, to metrics.jsonl and TensorBoard, and to the user's callbacks."""
 
     def __init__(self, world: World, config: Config, dataset: DataSet, strategy: ParallelModel, quiet: bool) -> None:
@@ -51,8 +51,8 @@ class Telling:
         found = Console(quiet=quiet)
         self.console = found if found.is_terminal else Console(quiet=quiet, width=160)
         self.metrics = MetricsWriter(None)
-        told = config.train.callbacks if world.is_main else ()
-        self.callbacks = {path: imported(path, "train.callbacks") for path in told}
+        paths = config.train.callbacks if world.is_main else ()
+        self.callbacks = {path: imported(path, "train.callbacks") for path in paths}
         self.has_tokens = dataset.spec.kind == "tokens"
         self.peak, self.peak_source = peak_flops(world, config.train.precision) if self.has_tokens else (0.0, "")
         self.window, self.spent = Window(mark(world.device)), Spent()
@@ -94,14 +94,14 @@ class Telling:
 
     def add(self, step: Issued) -> dict[str, float]:
         """Returns where its time went."""
-        told = {
+        values = {
             "loss": step.result.loss,
             "accuracy": step.result.accuracy,
             "grad_norm": step.result.numbers().grad_norm,
         }
-        self.last_loss = told["loss"]
+        self.last_loss = values["loss"]
         breakdown = step_breakdown(step.phases, step.ledger, step.data_seconds)
-        self.window.add(step.samples, told | breakdown)
+        self.window.add(step.samples, values | breakdown)
         return breakdown
 
     def log(self, step: Issued) -> None:
@@ -182,7 +182,7 @@ def batch_in_words(config: Config, strategy: ParallelModel) -> str:
 
 
 def makes_no_sense(config: Config, strategy: ParallelModel) -> list[str]:
-    """What nobody wants who asks for it, and what works all the same."""
+    """Combinations that work, and are probably a mistake."""
     layout, batch = strategy.layout, config.train.batch_size
     readers, found = layout.batch.size, []
     if layout.world.size > 1 and layout.norm.size == 1:
@@ -191,7 +191,7 @@ def makes_no_sense(config: Config, strategy: ParallelModel) -> list[str]:
             f"--parallel.data bucketed, or leave --nproc out"
         )
     if config.checkpoint.in_memory and memory_home() is None:
-        found.append("note: nobody would use the copies of checkpoint.in_memory; give --max-restarts too")
+        found.append("note: nothing would use the copies of checkpoint.in_memory; give --max-restarts too")
     if batch < readers:
         found.append(
             f"note: a global batch of {batch} leaves {readers - batch} of {readers} ranks without a sample; raise "
