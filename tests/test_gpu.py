@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.pairs import bench_pairs
 from lockstep.bench.trial import COLLECTIVES, Sweep
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.comm.algorithms import ALGORITHMS
 from lockstep.comm.by_hand import all_reduce_over
 from lockstep.comm.collectives import all_reduce_async, barrier
@@ -293,6 +294,46 @@ def call_something_else(world: World) -> None:
         dist.all_gather_into_tensor(torch.ones(18, device=world.device), torch.ones(9, device=world.device))
     torch.cuda.synchronize()
     time.sleep(300)
+
+
+def save_beside_steps(world: World, folder: Path, name: str) -> tuple[bool, float, float]:
+    """(whether the files have the state as it was, how long the host stood still, how long copying takes)."""
+    config = short_gpt(name, "none", "bf16")
+    config.model = GPT(d_model=1024, layers=8, heads=8, context=64, vocabulary=8192)
+    dataset = build_data(config)
+    strategy = prepare_strategy(world, config, dataset)
+    batch = read_share(dataset.train, torch.arange(8), strategy.batch_share())
+    checkpoints = Checkpoints(world, folder / name)
+    stops = []
+    for number in (1, 2):  # the second one has its pinned memory
+        strategy.step(batch)
+        strategy.settle()
+        before = {n: h.tensor.clone() for n, h in strategy.held().items()}
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        checkpoints.save(strategy, {"step": number})
+        stops.append(time.perf_counter() - start)
+        for _ in range(3):  # they overwrite weights and moments as soon as they may
+            strategy.step(batch)
+    checkpoints.wait()
+    assert checkpoints.failed is None, checkpoints.failed
+    strategy.settle()
+    strategy.model.zero_grad()
+    found, _ = checkpoints.find()
+    assert found is not None
+    checkpoints.load(found, strategy)
+    same = all(torch.equal(h.tensor, before[n]) for n, h in strategy.held().items())
+    start = time.perf_counter()
+    for held in strategy.held().values():
+        held.tensor.to("cpu", copy=True)
+    return same, stops[-1], 3 * (time.perf_counter() - start)  # and two moments
+
+
+@pytest.mark.parametrize("name", ["bucketed", "zero1", "zero3", "fsdp"])
+def test_a_save_in_the_background_has_the_state_as_it_was(tmp_path: Path, name: str) -> None:
+    for same, stop, copying in on_gpu(save_beside_steps, 2, tmp_path, name):
+        assert same
+        print(f"{name}: the host stood still for {1e3 * stop:.1f} ms; copying takes {1e3 * copying:.1f} ms")
 
 
 @pytest.mark.parametrize(

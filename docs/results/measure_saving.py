@@ -1,29 +1,35 @@
 """What saving beside training costs: steps while a checkpoint is written against steps while none is.
 
-python docs/results/measure_saving.py
+python docs/results/measure_saving.py [--share-gpu]
+
+On a GPU it is GPT-2 medium in bf16, whose copies to the host go on beside the next step.
 """
 
+import argparse
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from lockstep.checkpoint.checkpoints import Checkpoints
-from lockstep.config import load_config
+from lockstep.comm.collectives import all_gather_objects, barrier
+from lockstep.config import GPT, load_config
 from lockstep.data import read_share
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.training.prepare import load_data, prepare_strategy
 
 ROUNDS, STEPS = 3, 3
-CONFIG = Path(__file__).parents[2] / "configs" / "bench_gpt25m.yaml"
+CONFIG = "bench_gpt25m"
 
 
 def measure(world: World, folder: Path) -> str:
     config = load_config(CONFIG)
+    if world.device.type == "cuda":
+        config.model = GPT(size="medium", context=512, vocabulary=50304)
+        config.train.precision, config.train.batch_size = "bf16", 16
     config.train.optimizer, config.parallel.data = "adamw", "zero3"
     dataset = load_data(world, config)
     strategy = prepare_strategy(world, config, dataset)
@@ -33,9 +39,11 @@ def measure(world: World, folder: Path) -> str:
     times: dict[str, list[float]] = {"step": [], "step while saving": [], "stop": [], "blocking save": []}
 
     def timed(what: str, action: object) -> None:
-        dist.barrier()
+        settled(world)
         start = time.perf_counter()
         action()  # type: ignore[operator]
+        if what != "stop":
+            settled(world)
         times[what].append(1e3 * (time.perf_counter() - start))
 
     for _ in range(STEPS):
@@ -54,12 +62,21 @@ def measure(world: World, folder: Path) -> str:
     return f"{shown}; a step while saving takes {ratio:.2f} of one without"
 
 
+def settled(world: World) -> None:
+    """The GPU has done what it was given, on every rank."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    barrier()
+
+
 def any_rank_saves(checkpoints: Checkpoints) -> bool:
-    flag = torch.tensor(float(checkpoints.saving))
-    dist.all_reduce(flag)
-    return bool(flag > 0)
+    return any(all_gather_objects(checkpoints.saving))
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--share-gpu", action="store_true")
+    on_gpu = parser.parse_args().share_gpu
+    launch = Launch(nproc=2, share_gpu=True) if on_gpu else Launch(nproc=2, device="cpu")
     with tempfile.TemporaryDirectory() as place:
-        print(run_on_ranks(measure, Path(place), launch=Launch(nproc=2, device="cpu"))[0])
+        print(run_on_ranks(measure, Path(place), launch=launch)[0])

@@ -1,5 +1,7 @@
 """Numbers as a person writes them."""
 
+from collections.abc import Sequence
+
 
 def counted(number: int, what: str) -> str:
     """1 rank, 2 ranks."""
@@ -22,3 +24,23 @@ def duration(seconds: float) -> str:
 def _three(number: float) -> str:
     """171, 22.8, 2.30: figures that stand under each other."""
     return f"{number:,.0f}" if number >= 99.95 else f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
+
+
+MOST_LISTED = 16
+"""Numbers that are read one by one."""
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """`0, 1, 3`; of many, the runs of neighbors: `0 to 4,095`."""
+    if len(numbers) <= MOST_LISTED:
+        return ", ".join(map(str, numbers))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    parts = [f"{first}" if first == last else f"{first} to {last}" for first, last in runs]
+    if len(parts) > MOST_LISTED:
+        return f"{', '.join(parts[: MOST_LISTED // 2])}, ..., {parts[-1]} ({len(numbers):,} in all)"
+    return ", ".join(parts)

@@ -8,7 +8,7 @@ shapes that no layout changes (`strategies/state.py`), and beside them
 
 How it is saved, so that no crash leaves a half one:
 
-1. every rank copies its tensors (the only time that training waits), and goes on
+1. every rank copies its tensors (`snapshot.py`; on CPUs the only time that training waits), and goes on
 2. beside training, the ranks write their files into `.step-00000120.part`, and to the disk itself (fsync)
 3. the first rank writes the manifest, renames the folder, then points `latest` to it, and only then removes old ones
 
@@ -24,7 +24,6 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from math import inf
 from pathlib import Path
@@ -32,13 +31,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep.checkpoint import manifest
+from lockstep.checkpoint.snapshot import Snapshot, Snapshots
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.errors import UserError
 from lockstep.launch.calls import LONG
-from lockstep.layout import Held
 from lockstep.layout.world import World
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.state import EngineState
@@ -71,6 +69,13 @@ class Saved(Protocol):
     def state(self) -> EngineState: ...
     @property
     def loss_scale(self) -> LossScale | None: ...
+    @property
+    def waits_for_copies(self) -> bool:
+        """`optimizer_waits_for` can be asked of it."""
+        ...
+
+    def optimizer_waits_for(self, copied: torch.cuda.Event) -> None:
+        """Its next step writes to parameters and moments only when these copies have been made."""
 
 
 class Checkpoints:
@@ -94,6 +99,7 @@ class Checkpoints:
             else None
         )
         self._saving: threading.Thread | None = None
+        self._snapshots = Snapshots()
         self.problem: str | None = None
         """Why the last save failed, until it has been reported."""
         self.failed: str | None = None
@@ -108,15 +114,19 @@ class Checkpoints:
         """
         self.wait()
         strategy.state.before_saving()
-        state = snapshot({**strategy.state.state_dict(), f"rng.{self.world.rank}": random_state(self.world.device)})
+        beside = self.asynchronous and not wait
+        state = {**strategy.state.state_dict(), f"rng.{self.world.rank}": random_state(self.world.device)}
+        taken = self._snapshots.take(state, in_the_background=beside and strategy.waits_for_copies)
+        if taken.copied is not None:
+            strategy.optimizer_waits_for(taken.copied)
         run = {**run, "ranks": self.world.size}
         if strategy.loss_scale is not None:
             run["loss_scale"] = strategy.loss_scale.state_dict()
-        if self.asynchronous and not wait:
-            self._saving = threading.Thread(target=self._write_beside, args=(state, run, best), daemon=True)
+        if beside:
+            self._saving = threading.Thread(target=self._write_beside, args=(taken, run, best), daemon=True)
             self._saving.start()
         else:
-            self._write(state, run, best)
+            self._write(taken.wait(), run, best)
 
     @property
     def saving(self) -> bool:
@@ -129,12 +139,12 @@ class Checkpoints:
             self._saving.join()
             self._saving = None
 
-    def _write_beside(self, state: dict[str, Any], run: dict[str, Any], best: int | None) -> None:
+    def _write_beside(self, taken: Snapshot, run: dict[str, Any], best: int | None) -> None:
         """On a core that training has no use for at the moment: there is no hurry."""
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
-            self._write(state, run, best)
+            self._write(taken.wait(), run, best)
         except RuntimeError as error:  # another rank is gone: training says which, and why
             self.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.problem = f"checkpoint step-{run['step']:08d} was not saved: {self.failed}"
@@ -328,21 +338,6 @@ def load_checkpoint(
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise manifest.DamagedError(f"{folder}: its random state or loss scale is damaged ({error})") from error
     return run
-
-
-def snapshot(state: dict[str, Any]) -> dict[str, Any]:
-    """Copies on the host, that training cannot change any more."""
-    return {name: _copied(value) for name, value in state.items()}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Held):
-        return replace(value, parameter=value.tensor.to("cpu", copy=True))
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(v) for key, v in value.items()}
-    return [_copied(v) for v in value] if isinstance(value, list) else value
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

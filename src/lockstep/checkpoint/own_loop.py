@@ -88,6 +88,7 @@ class OwnLoop:
     """A model and its optimizer, as `RegionState` asks an engine about them."""
 
     loss_scale = None
+    waits_for_copies = False
 
     def __init__(self, model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         self.wrapper, self.optimizer = model, optimizer or no_optimizer()
@@ -116,6 +117,10 @@ class OwnLoop:
     def after_load(self) -> None:
         if self.sharded is not None:
             self.sharded.refresh()
+
+    def optimizer_waits_for(self, copied: torch.cuda.Event) -> None:
+        """Its optimizer is the user's."""
+        copied.synchronize()
 
     def own_state(self) -> dict[str, Any]:
         return {}

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from lockstep.words import listed
+
 RECORDED = {"TORCH_FR_BUFFER_SIZE": "64"}
 """Calls that the recorder keeps: enough to have the last one of each group."""
 
@@ -41,7 +43,7 @@ class Call:
     @property
     def words(self) -> str:
         number = f"call {self.number}, " if self.number else ""
-        return f"{self.what} ({number}{self.group}: ranks {', '.join(map(str, self.ranks))})"
+        return f"{self.what} ({number}{self.group}: ranks {listed(self.ranks)})"
 
 
 class Source(Protocol):

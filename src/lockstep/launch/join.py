@@ -20,6 +20,9 @@ from lockstep.launch.watch import end_soon, watching
 from lockstep.layout.world import World, collective_timeout, torch_backend
 from lockstep.words import counted
 
+LARGE = 64
+"""Ranks from which on gloo connects two of them when they first communicate, and not all pairs of each group at once."""
+
 
 def choose_device(choice: DeviceChoice, local_rank: int, local_size: int, share_gpu: bool) -> torch.device:
     """The device of one rank: its own GPU, a shared one if that was asked for, or the CPU."""
@@ -156,6 +159,8 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: float) -> N
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     check_resolves(os.environ["MASTER_ADDR"])
     record_calls()
+    if size >= LARGE:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         dist.init_process_group(torch_backend(backend), rank=rank, world_size=size, timeout=collective_timeout(timeout))
     except (dist.DistError, RuntimeError, ValueError) as error:

@@ -7,11 +7,14 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from lockstep.launch.calls import Call, last_calls
 from lockstep.launch.processes import process_namespace
+from lockstep.words import listed
 
 FRAMES = 6
 FINISHED = "its work is done"
@@ -31,12 +34,14 @@ class Situation:
     """Of the main thread, innermost last: file:line function."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        """A group of N ranks takes as much room as one of two: N ranks answer one that reads for all."""
+        calls = [{**asdict(replace(call, ranks=())), "ranks": packed(call.ranks)} for call in self.calls]
+        return json.dumps({**asdict(replace(self, calls=[])), "calls": calls})
 
     @classmethod
     def from_json(cls, text: str) -> "Situation":
         values = json.loads(text)
-        calls = [Call(**{**call, "ranks": tuple(call["ranks"])}) for call in values.pop("calls")]
+        calls = [Call(**{**call, "ranks": unpacked(tuple(call["ranks"]))}) for call in values.pop("calls")]
         return cls(**values, calls=calls)
 
     @property
@@ -45,6 +50,19 @@ class Situation:
 
     def last_in(self, group: str, ranks: tuple[int, ...]) -> Call | None:
         return next((c for c in self.calls if (c.group, c.ranks) == (group, ranks) and c.number), None)
+
+
+def packed(ranks: tuple[int, ...]) -> list[int | str]:
+    """Equally spaced numbers as their first, their last and the step; else all of them."""
+    step = ranks[1] - ranks[0] if len(ranks) > 3 else 0
+    if step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
+        return ["range", ranks[0], ranks[-1] + 1, step]
+    return list(ranks)
+
+
+@lru_cache(1024)
+def unpacked(ranks: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(range(*ranks[1:])) if ranks[:1] == ("range",) else ranks
 
 
 def own_situation(rank: int) -> Situation:
@@ -131,8 +149,7 @@ def _who_waits(found: dict[int, Situation], silent: set[int]) -> str:
 
 
 def _ranks(ranks: "dict[int, str] | list[int]") -> str:
-    numbers = ", ".join(str(rank) for rank in sorted(ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+    return f"rank{'s' * (len(ranks) != 1)} {listed(sorted(ranks))}"
 
 
 def report(found: dict[int, Situation], silent: dict[int, str]) -> str:

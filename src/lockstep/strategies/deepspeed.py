@@ -176,6 +176,8 @@ class DeepSpeed(Engine):
 class DeepSpeedWorker(Worker):
     """The engine counts micro-batches, scales, clips and steps."""
 
+    steps_optimizer = False
+
     engine: DeepSpeed
 
     def __init__(self, engine: DeepSpeed, cut: Cut) -> None:

@@ -98,6 +98,15 @@ class ParallelModel:
     def stop_requested(self) -> bool:
         return self.worker.stop_requested
 
+    @property
+    def waits_for_copies(self) -> bool:
+        """A save may copy the state beside the next forward and backward pass."""
+        return self.worker.steps_optimizer
+
+    def optimizer_waits_for(self, copied: torch.cuda.Event) -> None:
+        """The next step writes to parameters and moments only when these copies have been made."""
+        self.worker.copies.append(copied)
+
     def set_learning_rate(self, lr: float) -> None:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr

@@ -14,7 +14,7 @@ norm's squares (8 bytes) where ranks hold parts.
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ class Step:
 class Worker:
     """Carries out instructions, with one engine."""
 
+    steps_optimizer: ClassVar[bool] = True
+    """Else the engine does, when it likes."""
+
     def __init__(self, engine: Engine, cut: Cut) -> None:
         self.engine, self.layout, self.options = engine, engine.layout, engine.options
         self.around_passes = cut.around_passes
@@ -64,6 +67,8 @@ class Worker:
         self.loss_scale = LossScale() if self.options.precision == "fp16" else None
         self.stop_requested = False
         """Set by a caller that wants all ranks to stop; they learn of it in the next step's result."""
+        self.copies: list[torch.cuda.Event] = []
+        """Of the state, for a save, that the optimizer must not overtake."""
         self.save_requested = False
         """Likewise for a checkpoint, once."""
         self._fused: bool | None = None  # whether all ranks' optimizers are; asked at the first step
@@ -220,6 +225,9 @@ class Worker:
         if applied is None:
             optimizer: Any = self.engine.local_optimizer
             optimizer.found_inf = (~norm.isfinite()).float()  # as torch's gradient scaler passes it
+        for copied in self.copies:
+            torch.cuda.current_stream().wait_event(copied)
+        self.copies = []
         if applied is not False:
             if self.options.clip_norm is not None:
                 self.gradients.clip(norm, self.options.clip_norm)
