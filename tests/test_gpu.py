@@ -309,6 +309,7 @@ def save_beside_steps(world: World, folder: Path, name: str) -> tuple[bool, floa
         strategy.step(batch)
         strategy.settle()
         before = {n: h.tensor.clone() for n, h in strategy.held().items()}
+        checkpoints.wait()  # the files of the save before
         torch.cuda.synchronize()
         start = time.perf_counter()
         checkpoints.save(strategy, {"step": number})

@@ -21,7 +21,7 @@ from lockstep.layout.world import World, collective_timeout, torch_backend
 from lockstep.words import counted
 
 LARGE = 64
-"""Ranks from which on gloo connects two of them when they first communicate, and not all pairs of each group at once."""
+"""Ranks from which on gloo connects pairs when they first communicate, instead of all pairs of each group at once."""
 
 
 def choose_device(choice: DeviceChoice, local_rank: int, local_size: int, share_gpu: bool) -> torch.device:

@@ -1,7 +1,6 @@
 """A plan as one page: all layouts as points, filters, and the one that is clicked, term by term. Nothing is fetched."""
 
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from lockstep.plan.memory import GIB
 from lockstep.plan.pipeline import instructions
 from lockstep.plan.search import Answer, ScoredLayout
 from lockstep.plan.step import Clock
-from lockstep.report.page import framed
-from lockstep.results.chart import CONFIG
+from lockstep.results.chart import CONFIG, library
+from lockstep.results.page import assets, framed
 from lockstep.results.whole import write_whole
 from lockstep.schedule.draw import as_chart
 
@@ -39,9 +38,8 @@ def write_page(answer: Answer, file: Path) -> None:
     )
     unit = "tokens/s" if question.network.context > 1 else "samples/s"
     data = {"plans": plans, "axes": AXES, "pipelines": pictures, "config": CONFIG, "unit": unit}
-    assets = resources.files("lockstep.plan") / "assets"
-    body, script, style = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "js", "css"))
-    write_whole(file, framed(title, body.replace("{{text}}", escape(text)), data, script, style))
+    body, script, style = assets("lockstep.plan")
+    write_whole(file, framed(title, body.replace("{{text}}", escape(text)), data, script, style, library()))
 
 
 def as_point(number: int, plan: ScoredLayout, pictures: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.report.sections import SPOILED, Section, Table, loss_overlay, section, spoiled
 from lockstep.results.chart import Chart, library, on_a_page
-from lockstep.results.palette import style_sheet
+from lockstep.results.page import framed
 from lockstep.results.record import Record, plain
 
 FACTS = {
@@ -64,7 +64,6 @@ def csv_name(number: int, made: Section, table: Table) -> str:
 
 def render(sections: list[Section], title: str, folder: str) -> str:
     """One file: nothing in it is fetched from anywhere."""
-    asset = files("lockstep.report") / "assets"
     charts: list[Any] = []
     body = [_contents(sections)] if len(sections) > 1 else []
     overlay = loss_overlay(sections)
@@ -75,22 +74,8 @@ def render(sections: list[Section], title: str, folder: str) -> str:
             body.append(_section(number, made, charts, folder))
         except SPOILED as error:
             raise spoiled(made, error) from None
-    return framed(title, "\n".join(body), plain(charts), (asset / "page.js").read_text(encoding="utf-8"))
-
-
-def framed(title: str, body: str, data: Any, script: str, style: str = "") -> str:
-    """A page with the library that draws its charts, light and dark, in which nothing is fetched from anywhere."""
-    asset = files("lockstep.report") / "assets"
-    page = (asset / "page.html").read_text(encoding="utf-8")
-    parts = {
-        "title": escape(title),
-        "style": "\n".join([style_sheet(), (asset / "style.css").read_text(encoding="utf-8"), style]),
-        "body": body,
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "library": library(),
-        "script": script,
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+    script = (files("lockstep.report") / "assets" / "page.js").read_text(encoding="utf-8")
+    return framed(title, "\n".join(body), plain(charts), script, library=library())
 
 
 def _contents(sections: list[Section]) -> str:

@@ -1,88 +1,12 @@
 """A timetable as an HTML page in which one steps through time. One file, nothing to fetch."""
 
-import json
 from html import escape
 from pathlib import Path
 
 from lockstep.parallel.pipeline.timetable import Timetable
+from lockstep.results.page import assets, framed
+from lockstep.results.whole import write_whole
 from lockstep.schedule.draw import COLOURS, WORDS
-
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; }}
-svg {{ width: 100%; height: auto; display: block; }} text {{ font: 11px system-ui, sans-serif; }}
-.row {{ margin: 1.5rem 0; }} button {{ font: inherit; padding: .2rem .7rem; }} input {{ width: 24rem; max-width: 60%; }}
-.later {{ opacity: .12; }} .key span {{ display: inline-block; width: 1.2em; height: .9em; margin: 0 .3em 0 1em; }}
-</style>
-<h1>{title}</h1>
-<p>{text}</p>
-<p><button id="back">◀</button> <input id="time" type="range" min="0" step="1"> <button id="on">▶</button>
-<span id="now"></span></p>
-<p class="key">{key}</p>
-<div id="drawings"></div>
-<p>Drag the slider, press the buttons, or use the arrow keys: passes that have not begun are faint, and below each
-drawing stands what every stage does and how many micro-batches it holds.</p>
-<script>
-const drawings = {data};
-const colours = {colours}, words = {words};
-const place = document.getElementById("drawings"), slider = document.getElementById("time");
-const moments = [...new Set(drawings.flatMap(d => d.ranks.flat().flatMap(p => [p.start / d.span, p.end / d.span])))]
-  .sort((a, b) => a - b);
-slider.max = moments.length - 1;
-const make = (name, values, text) => {{
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}};
-for (const d of drawings) {{
-  const row = document.createElement("div"); row.className = "row";
-  row.innerHTML = "<h3></h3>"; row.firstChild.textContent = d.title;
-  const high = 30 * d.ranks.length, svg = make("svg", {{ viewBox: `0 0 1000 ${{high}}` }});
-  const scale = 930 / d.span;
-  d.ranks.forEach((passes, rank) => {{
-    svg.append(make("text", {{ x: 0, y: 30 * rank + 18 }}, "stage " + rank));
-    for (const p of passes) {{
-      const box = make("g", {{}}), wide = (p.end - p.start) * scale;
-      box.append(make("rect", {{ x: 60 + p.start * scale, y: 30 * rank + 2, width: wide, height: 24,
-        fill: colours[p.kind], "fill-opacity": p.chunk ? .65 : 1, stroke: "white" }}));
-      if (wide > 12) box.append(make("text", {{ x: 60 + p.start * scale + wide / 2, y: 30 * rank + 18,
-        "text-anchor": "middle" }}, p.micro_batch));
-      p.box = box; svg.append(box);
-    }}
-  }});
-  d.line = make("line", {{ y1: 0, y2: high, stroke: "black" }}); svg.append(d.line); row.append(svg);
-  d.said = document.createElement("p"); row.append(d.said); place.append(row);
-}}
-function show(index) {{
-  const share = moments[index]; slider.value = index;
-  document.getElementById("now").textContent = `${{(100 * share).toFixed(0)}}% of the step`;
-  for (const d of drawings) {{
-    const now = share * d.span + 1e-9;
-    d.line.setAttribute("x1", 60 + share * 930); d.line.setAttribute("x2", 60 + share * 930);
-    d.said.textContent = d.ranks.map((passes, rank) => {{
-      let held = 0, does = "idle";
-      for (const p of passes) {{
-        p.box.classList.toggle("later", p.start > now);
-        if (p.start <= now) held += p.kind === "forward";
-        if (p.end <= now) held -= p.kind === "backward" || p.kind === "backward_weight";
-        if (p.start <= now && now < p.end) does = words[p.kind] + " " + p.micro_batch;
-      }}
-      return `stage ${{rank}}: ${{does}}, holds ${{held}}`;
-    }}).join("; ");
-  }}
-}}
-slider.oninput = () => show(+slider.value);
-const move = by => show(Math.max(0, Math.min(moments.length - 1, +slider.value + by)));
-document.getElementById("back").onclick = () => move(-1);
-document.getElementById("on").onclick = () => move(1);
-document.onkeydown = e => {{ if (e.target !== slider && e.key === "ArrowRight") move(1);
-  if (e.target !== slider && e.key === "ArrowLeft") move(-1); }};
-show(moments.length - 1);
-</script></html>
-"""
 
 
 def write_page(title: str, text: str, pictures: dict[str, Timetable], file: Path) -> None:
@@ -108,14 +32,7 @@ def write_page(title: str, text: str, pictures: dict[str, Timetable], file: Path
     ]
     kinds = dict.fromkeys(p["kind"] for d in data for passes in d["ranks"] for p in passes)  # type: ignore
     key = "".join(f'<span style="background:{COLOURS[kind][1]}"></span>{WORDS[kind]}' for kind in kinds)
-    file.write_text(
-        PAGE.format(
-            title=escape(title),
-            text=escape(text),
-            key=key,
-            data=json.dumps(data).replace("<", "\\u003c"),
-            colours=json.dumps({kind: pair[1] for kind, pair in COLOURS.items()}),
-            words=json.dumps(WORDS),
-        ),
-        encoding="utf-8",
-    )
+    body, script, style = assets("lockstep.schedule")
+    body = body.replace("{{text}}", escape(text)).replace("{{key}}", key)
+    given = {"drawings": data, "colours": {kind: pair[1] for kind, pair in COLOURS.items()}, "words": WORDS}
+    write_whole(file, framed(title, body, given, script, style))

@@ -3,9 +3,6 @@
 
 const page = JSON.parse(document.getElementById("data").textContent);
 const options = { renderer: "svg", actions: false };
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-document.documentElement.classList.toggle("dark", dark.matches);
-document.getElementById("theme").addEventListener("click", () => document.documentElement.classList.toggle("dark"));
 
 const filters = {};
 for (const axis of page.axes) {

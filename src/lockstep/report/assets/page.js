@@ -1,5 +1,5 @@
 "use strict";
-// Sorting, light and dark, and drawing every chart of the page.
+// Sorting, and drawing every chart of the page.
 
 function sortable(table) {
   const heads = [...table.tHead.rows[0].cells];
@@ -24,10 +24,6 @@ function sortable(table) {
   });
 }
 
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-document.documentElement.classList.toggle("dark", dark.matches);
-document.getElementById("theme").addEventListener("click", () => document.documentElement.classList.toggle("dark"));
-window.addEventListener("beforeprint", () => document.documentElement.classList.remove("dark"));
 
 const charts = JSON.parse(document.getElementById("data").textContent);
 const drawn = [...document.querySelectorAll("[data-chart]")].map((place) => {
