@@ -29,7 +29,7 @@ from lockstep.comm.ledger import Entry, Ledger, Traffic, standing_still
 from lockstep.config import GPT, MLP, Config, Data, Train, check_ranges, load_config
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, run_on_ranks
-from lockstep.launch.cores import available_cores, own_cores
+from lockstep.launch.cores import available_cores, local_cores
 from lockstep.layout.group import Group
 from lockstep.layout.world import World
 from lockstep.measure.statistics import estimate
@@ -307,8 +307,8 @@ def call_elsewhere(world: World) -> tuple[Any, ...]:
         return ()
     before = os.environ["OMP_NUM_THREADS"]
     with pytest.raises(UserError, match="no such thing"):
-        Apart(own_cores(), Elsewhere, False)
-    apart = Apart(own_cores(), Elsewhere)
+        Apart(local_cores(), Elsewhere, False)
+    apart = Apart(local_cores(), Elsewhere)
     found = apart.call("threads")
     with pytest.raises(UserError, match="a mistake of the user's"):
         apart.call("fails", UserError("a mistake of the user's"))

@@ -189,7 +189,7 @@ def test_what_would_be_silently_wrong_is_refused() -> None:
         assert "must be of the same positions" in said[8]
 
 
-def own_forwards(world: World) -> None:
+def custom_forwards(world: World) -> None:
     """A linear layer's own forward is kept: it scales, and casts its weight."""
     torch.manual_seed(0)
     whole = nn.Sequential(Tripled(6, 8), nn.GELU(), Tripled(8, 4)).double()
@@ -206,7 +206,7 @@ def own_forwards(world: World) -> None:
 
 
 def test_a_linear_layers_own_forward_is_kept() -> None:
-    on_ranks(own_forwards, 2)
+    on_ranks(custom_forwards, 2)
 
 
 class Shared(nn.Module):

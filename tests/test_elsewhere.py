@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.models.loss import IGNORED, OwnLoss, class_last, ignored_by, logits_of
 from lockstep.verify.run import Request, verify
-from lockstep.verify.scenarios import own_scenarios, switch_off_dropout
+from lockstep.verify.scenarios import switch_off_dropout, user_scenarios
 from tests.elsewhere import Vit
 from tests.ranks import on_ranks
 
@@ -38,8 +38,8 @@ def config_of(model: str) -> Config:
 
 def flags_of(model: str) -> list[str]:
     data, loss = THEM[model]
-    own_loss = ["--train.loss", loss] if loss is not None else []
-    return ["--model.import", HERE + model, "--data.import", HERE + data, *own_loss, "--train.lr", "1e-3"]
+    user_loss = ["--train.loss", loss] if loss is not None else []
+    return ["--model.import", HERE + model, "--data.import", HERE + data, *user_loss, "--train.lr", "1e-3"]
 
 
 def verified(world: World) -> dict[str, list[str]]:
@@ -161,7 +161,7 @@ def test_dropout_is_switched_off_and_other_noise_is_one_line() -> None:
         model=Own(import_="tests.test_elsewhere:Noisy"), data=Data(name="own", import_=f"{HERE}pictures"), train=Train()
     )
     with pytest.raises(UserError, match="Noisy gives two outputs for the same inputs"):
-        own_scenarios(noisy)
+        user_scenarios(noisy)
 
 
 # ---- batches -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.cli import main
 from lockstep.config import load_config
-from lockstep.data.own import drawn_alike
+from lockstep.data.user_data import drawn_alike
 from lockstep.errors import UserError
 from lockstep.layout.world import World
 from lockstep.parallel.tensor.propose import proposed_plan

@@ -66,7 +66,7 @@ class SumForMean(HandWritten):
 class DroppedSample(HandWritten):
     """The last rank forgets the last sample of its share."""
 
-    def own_worker(self, cut: Cut) -> Worker:
+    def custom_worker(self, cut: Cut) -> Worker:
         return ForgetfulWorker(self, cut)
 
 
@@ -79,7 +79,7 @@ class ForgetfulWorker(Worker):
 class MeanOfMeans(HandWritten):
     """Weights by ranks and not by counts: right on even batches only."""
 
-    def own_worker(self, cut: Cut) -> Worker:
+    def custom_worker(self, cut: Cut) -> Worker:
         return WorkerByRanks(self, cut)
 
 
@@ -128,7 +128,7 @@ class NotReduced(FullySharded):
 class CountedTwice(FullySharded):
     """The norm counts what several ranks hold as often as it is held."""
 
-    def own_worker(self, cut: Cut) -> Worker:
+    def custom_worker(self, cut: Cut) -> Worker:
         worker = Worker(self, cut)
         norm = worker.gradients.norm
         worker.gradients.norm = lambda: norm() * self.layout.world.size**0.5  # type: ignore[method-assign]
@@ -138,7 +138,7 @@ class CountedTwice(FullySharded):
 class ClippedAlone(ShardedState):
     """Each rank clips its part by the norm of that part."""
 
-    def own_worker(self, cut: Cut) -> Worker:
+    def custom_worker(self, cut: Cut) -> Worker:
         worker = Worker(self, cut)
         clip = worker.gradients.clip
 

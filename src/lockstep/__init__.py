@@ -9,9 +9,9 @@ from lockstep.lazy import lazily
 from lockstep.leaving import leave
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.own_loop import load, save
+    from lockstep.checkpoint.user_loop import load, save
     from lockstep.data import shard_batch
-    from lockstep.launch.own import init, spawn
+    from lockstep.launch.user_loop import init, spawn
     from lockstep.parallel import (
         DataParallel,
         FullyShardedDataParallel,
@@ -62,10 +62,10 @@ _HOMES = {
     "ShardedOptimizer": "lockstep.parallel",
     "clip_grad_norm_": "lockstep.parallel",
     "gather_sequence": "lockstep.parallel",
-    "init": "lockstep.launch.own",
-    "load": "lockstep.checkpoint.own_loop",
-    "save": "lockstep.checkpoint.own_loop",
-    "spawn": "lockstep.launch.own",
+    "init": "lockstep.launch.user_loop",
+    "load": "lockstep.checkpoint.user_loop",
+    "save": "lockstep.checkpoint.user_loop",
+    "spawn": "lockstep.launch.user_loop",
     "pipeline_schedule": "lockstep.parallel",
     "ring_attention": "lockstep.parallel",
     "shard_batch": "lockstep.data",

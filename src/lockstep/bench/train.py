@@ -18,7 +18,7 @@ from lockstep.comm.hosts import hosts_meet
 from lockstep.config import Config, Parallel, check_ranges
 from lockstep.data import Batch, DataSet, DataSpec, read_share
 from lockstep.errors import UserError
-from lockstep.launch.cores import own_cores
+from lockstep.launch.cores import local_cores
 from lockstep.layout.world import World
 from lockstep.measure.expected import averaging_cycle, named_config, theory_of
 from lockstep.measure.memory import Memory
@@ -177,7 +177,7 @@ class RunnerApart:
     def __init__(self, world: World, case: Case, lead_in: bool) -> None:
         self.world = world
         load_data(world, case.config)  # one download serves all
-        machines = all_gather_objects((platform.node(), own_cores()))
+        machines = all_gather_objects((platform.node(), local_cores()))
         cores = set().union(*(cores for machine, cores in machines if machine == machines[0][0]))
         self.apart = Apart(cores, Runner, World(), case, lead_in) if world.is_main else None
         hosts_meet(world.device)
@@ -249,7 +249,7 @@ def new_timing(
         ranks_on_device=world.ranks_on_device,
         device=world.device.type,
         threads=torch.get_num_threads(),
-        cores={(platform.node(), core) for core in own_cores()},
+        cores={(platform.node(), core) for core in local_cores()},
         accumulation=config.train.accumulation,
         tokens_per_sample=dataset.spec.shape[0] if dataset.spec.kind == "tokens" else 0,
         peak_flops=peak[0] * world.size,

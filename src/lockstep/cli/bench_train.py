@@ -19,7 +19,7 @@ from lockstep.cli.parsing import check_outputs, parse
 from lockstep.cli.tables import console, keep, write_rows
 from lockstep.cli.train_tables import print_network_shares, print_timings, ranks_of, verdicts
 from lockstep.config import GPT, Config
-from lockstep.config.own import shown_name
+from lockstep.config.user_code import shown_name
 from lockstep.errors import RankError, UserError
 from lockstep.launch import adopt_environment, run_on_ranks
 from lockstep.launch.join import check_known

@@ -8,7 +8,7 @@ from lockstep.cli.parsing import parse, refuse_positional
 from lockstep.cli.tables import console, new_table
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.machine import machine
-from lockstep.doctor.nodes import Report, by_ssh, differences, from_every_node, own_report
+from lockstep.doctor.nodes import Report, by_ssh, differences, from_every_node, local_report
 from lockstep.doctor.running import look_at
 from lockstep.doctor.trial import backends, master
 from lockstep.doctor.variables import variables
@@ -62,12 +62,12 @@ def main(argv: list[str]) -> int:
         return several(by_ssh(arguments.nodes, arguments.trial))
     if adopt_environment():
         arguments.trial = False  # the ranks of this job are the trial
-        report = own_report(list(findings(arguments)))
+        report = local_report(list(findings(arguments)))
         reports = run_on_ranks(from_every_node, report, launch=Launch(backend="gloo", device="cpu"))[0]
         return several(reports) if reports else 0
     found = list(findings(arguments))
     if arguments.json:
-        print(own_report(found).to_json())
+        print(local_report(found).to_json())
         return int(any(one.verdict == "wrong" for one in found))
     return shown("this machine", found, found)
 

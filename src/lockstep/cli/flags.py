@@ -83,7 +83,7 @@ def config_from(argv: list[str], default: Config | None = None) -> tuple[Config,
     """
     file = argv[0] if argv and not argv[0].startswith("-") else None
     rest = [_spelt_out(word) for word in (argv[1:] if file is not None else argv)]
-    rest, own = without_own_arguments(rest)
+    rest, own = without_user_arguments(rest)
     model_name = flag_value(rest, "--model.name")
     if model_name is None and flag_value(rest, "--model.import") is not None:
         model_name = "own"
@@ -103,7 +103,7 @@ def config_from(argv: list[str], default: Config | None = None) -> tuple[Config,
     return config, rest
 
 
-def without_own_arguments(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+def without_user_arguments(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """Take `--model.args.width 64` out, which only the user's own code knows. A value is read as YAML reads it."""
     rest: list[str] = []
     own: dict[str, dict[str, Any]] = {}

@@ -126,7 +126,7 @@ def network_asked_for(given: str | None, arguments: PlanArguments, config: Confi
     if arguments.hf is not None:
         return network_of_hf(Path(arguments.hf), arguments.context)
     if given is not None and ":" in given:
-        return own_network(given, arguments)
+        return user_network(given, arguments)
     if given is not None:
         return known_network(given, arguments.context)
     model = config.model
@@ -164,10 +164,10 @@ def known_network(name: str, context: int | None) -> Network:
     return known.with_context(context or known.context)
 
 
-def own_network(path: str, arguments: PlanArguments) -> Network:
+def user_network(path: str, arguments: PlanArguments) -> Network:
     import torch
 
-    from lockstep.config.own import called
+    from lockstep.config.user_code import called
     from lockstep.plan.trace import traced
 
     if not arguments.batch_shape:

@@ -10,7 +10,7 @@ from lockstep.cli.flags import config_from, sections
 from lockstep.cli.parsing import parse
 from lockstep.cli.tables import console, new_table
 from lockstep.config import Config
-from lockstep.config.own import shown_name
+from lockstep.config.user_code import shown_name
 from lockstep.errors import UserError
 from lockstep.launch import run_on_ranks
 from lockstep.profile import Profile, profile_steps

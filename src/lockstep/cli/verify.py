@@ -78,9 +78,9 @@ def main(argv: list[str]) -> int:
     config, rest = config_from(argv)
     given = VerifyArguments(model=config.model, data=config.data, train=config.train)
     arguments = parse(VerifyArguments, rest, "verify", default=given)
-    own_model = len(rest) < len(argv) or any(word.startswith("--model.") for word in rest)
+    user_model = len(rest) < len(argv) or any(word.startswith("--model.") for word in rest)
     check_ranges(Config(model=arguments.model))
-    request = Request([], arguments.steps, arguments.model if own_model else None, arguments.precision)
+    request = Request([], arguments.steps, arguments.model if user_model else None, arguments.precision)
     request.savers = arguments.savers
     if isinstance(arguments.model, Own):
         request.own = Config(arguments.model, arguments.data, arguments.train)

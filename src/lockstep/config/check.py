@@ -8,8 +8,8 @@ import yaml
 from annotated_types import Interval
 from pydantic import TypeAdapter, ValidationError
 
-from lockstep.config.own import is_import
 from lockstep.config.schema import Config, Train
+from lockstep.config.user_code import is_import
 from lockstep.errors import UserError
 
 OUT_OF_RANGE = ("greater_than_equal", "less_than_equal")

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config.own import is_import
 from lockstep.config.schema import Config, Own
+from lockstep.config.user_code import is_import
 from lockstep.errors import UserError
 
 SIGNS = ("checkpoints", "metrics.jsonl", "status.json", "run.json", "model.safetensors", ".lock")

@@ -11,12 +11,12 @@ from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, Windo
 from lockstep.data.digits import load_digits
 from lockstep.data.images import ImageFolder, augmented, load_imagefolder
 from lockstep.data.mnist import load_mnist
-from lockstep.data.own import Mapped, Streamed, collated, digest, first_of, load_own
 from lockstep.data.reading import Reader
 from lockstep.data.sampler import Sampler, read_share
 from lockstep.data.synthetic import make_synthetic
 from lockstep.data.text import load_text
 from lockstep.data.tokens import MappedTokens, load_tokens
+from lockstep.data.user_data import Mapped, Streamed, collated, digest, first_of, load_local
 from lockstep.errors import UserError
 
 READS: dict[str, tuple[Kind, ...]] = {
@@ -50,7 +50,7 @@ def build_data(config: Config, device: torch.device | str = "cpu") -> DataSet:
     elif data.name == "imagefolder":
         dataset = load_imagefolder(path, data.shape)
     elif data.name == "own":
-        dataset = load_own(data, config.train.seed)
+        dataset = load_local(data, config.train.seed)
     elif data.name == "digits":
         dataset = load_digits()
     elif data.name == "mnist":

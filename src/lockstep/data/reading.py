@@ -15,8 +15,8 @@ from torch.utils.data import Sampler as Order
 
 from lockstep.data.batch import Batch, Share
 from lockstep.data.dataset import Samples, Split, Windows
-from lockstep.data.own import Streamed, collated
 from lockstep.data.sampler import Sampler, read_share
+from lockstep.data.user_data import Streamed, collated
 
 
 class Reader:

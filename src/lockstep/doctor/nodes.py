@@ -47,7 +47,7 @@ class Report:
         return cls(**{**values, "findings": [Finding(**one) for one in values["findings"]]})
 
 
-def own_report(findings: list[Finding]) -> Report:
+def local_report(findings: list[Finding]) -> Report:
     return Report(platform.node(), findings, time.time())
 
 

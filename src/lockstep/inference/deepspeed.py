@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.layout.group import group_of
-from lockstep.parallel.tensor.tensor_parallel import match_plan, own_plan
+from lockstep.parallel.tensor.tensor_parallel import declared_plan, match_plan
 from lockstep.strategies.deepspeed import INSTALL, import_deepspeed
 from lockstep.strategies.native_tensor import arrange
 from lockstep.strategies.tensor import TensorPlan
@@ -31,7 +31,7 @@ def through_deepspeed(model: nn.Module) -> nn.Module:
         engine: nn.Module = deepspeed.init_inference(model, **settings)
         return engine
     check_shares_no_heads(model, group.size)
-    cut = {name: kind for name, kind in match_plan(model, own_plan(model)).items() if kind in ("column", "row")}
+    cut = {name: kind for name, kind in match_plan(model, declared_plan(model)).items() if kind in ("column", "row")}
     arrange(model, TensorPlan(cut), group)
     widths = {name: model.get_submodule(name).parts for name, kind in cut.items() if kind == "column"}
     settings["tensor_parallel"] = {"tp_size": group.size, "tp_grain_size": 1}

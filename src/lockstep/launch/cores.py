@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 
-def own_cores() -> set[int]:
+def local_cores() -> set[int]:
     """Cores that this process may use, which a container, `taskset` or srun may have limited."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
@@ -15,7 +15,7 @@ def own_cores() -> set[int]:
 
 
 def available_cores() -> int:
-    return len(own_cores())
+    return len(local_cores())
 
 
 def use_cores(cores: set[int]) -> None:

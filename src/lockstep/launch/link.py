@@ -114,13 +114,13 @@ class Node:
             start_new_session=True,  # Ctrl-C is for us; we end the nodes
         )
         deadline = time.monotonic() + 10
-        while not self._has_own_network():
+        while not self._has_local_network():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.end()
                 raise UserError("--link: this machine does not let us make a network namespace (unshare failed)")
             time.sleep(0.01)
 
-    def _has_own_network(self) -> bool:
+    def _has_local_network(self) -> bool:
         try:
             return os.stat(f"/proc/{self.process.pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
         except FileNotFoundError:  # it has ended

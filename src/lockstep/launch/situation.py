@@ -65,7 +65,7 @@ def unpacked(ranks: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(range(*ranks[1:])) if ranks[:1] == ("range",) else ranks
 
 
-def own_situation(rank: int) -> Situation:
+def local_situation(rank: int) -> Situation:
     """Of this process, as it is now; asked from another thread than its main one."""
     return Situation(rank, platform.node(), os.getpid(), last_calls(), main_stack())
 

@@ -35,7 +35,7 @@ from lockstep.errors import HangError
 from lockstep.launch.calls import LONG, Call, last_calls
 from lockstep.launch.processes import process_namespace
 from lockstep.launch.restart import RESTARTS
-from lockstep.launch.situation import FINISHED, Situation, own_situation, report, state_of, verdict
+from lockstep.launch.situation import FINISHED, Situation, local_situation, report, state_of, verdict
 
 LOOK_EVERY = 0.2
 RANKS_AT_THAT_PACE = 512
@@ -103,7 +103,7 @@ class Watch:
             if age >= self.timeout:
                 self._hanging.set()
             if age >= self.timeout + (AT_LATEST if self._heard.is_set() else ALONE_AFTER):
-                alone = report({self.rank: own_situation(self.rank)}, {})
+                alone = report({self.rank: local_situation(self.rank)}, {})
                 end_with(f"{alone}\n  the other ranks cannot be asked: {store_address()} does not answer")
 
     def _listen(self) -> None:
@@ -147,7 +147,7 @@ class Watch:
             if token in self._reported:
                 return self._reported[token]
             self._seen = token
-            mine = own_situation(self.rank)
+            mine = local_situation(self.rank)
             if not token.startswith("hang"):  # ranks look at different moments: what has just begun will end
                 now = time.monotonic()
                 mine.calls = [c if now - self._since.get(key(c), now) > PASSING else c.ended() for c in mine.calls]

@@ -15,8 +15,8 @@ from lockstep.models.gpt import GPT
 from lockstep.models.hf import build_hf, vocabulary_of
 from lockstep.models.initial import Deferred, seeded
 from lockstep.models.mlp import MLP
-from lockstep.models.own import check_outputs, own_model
 from lockstep.models.resnet import ResNet
+from lockstep.models.user_model import check_outputs, user_model
 
 
 def build_model(config: schema.Model, spec: DataSpec, seed: int | None = None) -> nn.Module:
@@ -62,7 +62,7 @@ def _build(config: schema.Model, spec: DataSpec) -> nn.Module:
                 )
             return build_hf(config)
         case schema.Own():
-            return own_model(config)
+            return user_model(config)
 
 
 def is_users(config: schema.Model) -> bool:
@@ -83,7 +83,7 @@ __all__ = [
     "forward_flops",
     "gpt_shape",
     "is_users",
-    "own_model",
     "parameter_count",
     "training_flops",
+    "user_model",
 ]

@@ -30,7 +30,7 @@ def forward_flops(model: nn.Module, spec: DataSpec) -> int:
     try:
         with counter:
             try_out(model, spec, "meta")
-    except Exception:  # of a user's code; whether the model can run at all is checked elsewhere (`own.py`)
+    except Exception:  # of a user's code; whether the model can run at all is checked elsewhere (`user_model.py`)
         return 0
     return int(counter.get_total_flops()) // SAMPLES
 

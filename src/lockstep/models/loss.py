@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.config.own import imported
+from lockstep.config.user_code import imported
 from lockstep.data.batch import IGNORED
 from lockstep.data.dataset import Kind
 from lockstep.errors import UserError

@@ -90,7 +90,9 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Layer, float]]
         kinds["activations"] += tokens * max(whole_layer(s, b) for b, _ in network.layers)
     if stage == layout.pp - 1 and network.vocabulary:
         size = s.constants["logit_bytes"] * (0.5 if software.fused_loss else 1.0)
-        if software.own_loss and s.machine.is_gpu:  # logits and their gradient; cut by tp, probabilities in fp32 too
+        if (
+            software.lockstep_loss and s.machine.is_gpu
+        ):  # logits and their gradient; cut by tp, probabilities in fp32 too
             size = 2 * s.element if layout.tp == 1 else s.element + 8
         kinds["logits"] = size * tokens * network.vocabulary / layout.tp
         if layout.zero < 3:  # the gradient of the head's weight, before it is added
@@ -99,10 +101,10 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Layer, float]]
         largest = max(b.parameters - b.expert_parameters for b, _ in network.layers) / layout.tp
         ends = network.vocabulary * network.hidden / layout.tp
         kinds["buffers"] = software.gathered_bytes * (2 * largest + ends) + software.gradient_bytes * largest
-    elif software.buckets and not software.own_engines:
+    elif software.buckets and not software.lockstep_engines:
         kinds["buffers"] += min(software.gradient_bytes * dense, 100e6)
-    if software.own_engines:
-        own_engines(s, kinds, stage == layout.pp - 1)
+    if software.lockstep_engines:
+        lockstep_engines(s, kinds, stage == layout.pp - 1)
     kinds["overhead"] = overhead(s, sum(kinds.values()))
     return Memory(stage, kinds)
 
@@ -111,7 +113,7 @@ BUCKET = 25 * 2.0**20
 """Of our engines: gradients are sent so many bytes at a time."""
 
 
-def own_engines(setting: Setting, kinds: dict[str, float], last: bool) -> None:
+def lockstep_engines(setting: Setting, kinds: dict[str, float], last: bool) -> None:
     """As ours hold them: gradients live in buckets; zero1 has a piece of one beside them, zero2 the two that are being
     filled and sent. Gradients that have no buckets (of zero3, and of a rank that shares them with no other) are there
     only when backward has made them, and by then activations are gone.
@@ -137,7 +139,7 @@ def kept_less(setting: Setting) -> float:
     stream: the inputs of its two norms have half the bytes. Where it is compiled: measured, on one H200.
     """
     software = setting.software
-    if not software.own_engines:
+    if not software.lockstep_engines:
         return 0.0
     narrow = setting.layout.zero >= 3 and setting.element < software.kept.parameter
     return (2.0 if narrow else 0.0) + (0.8 if software.fused else 0.0)

@@ -64,11 +64,11 @@ class Software:
     """Logits are not held in fp32 beside their gradient."""
     frozen: bool = False
     """Weights have no gradients: backward has one product for each of forward's, and the optimizer next to nothing."""
-    own_engines: bool = False
+    lockstep_engines: bool = False
     """Lockstep's: gradients live in the buckets that they are sent from, zero2 reduces each micro-batch's, weights that
     stay whole are cast to bf16 for a step, a tied head's gradient is summed over its two stages.
     """
-    own_loss: bool = False
+    lockstep_loss: bool = False
     """Cross entropy by a kernel that never holds logits in fp32."""
     buckets: bool = True
     """Gradients have buffers of their own to be sent from."""
@@ -76,6 +76,6 @@ class Software:
     """What its memory figures count."""
 
 
-OURS = Software("lockstep", own_loss=True, own_engines=True, buckets=False, host=0.4, stages="costs")
+OURS = Software("lockstep", lockstep_loss=True, lockstep_engines=True, buckets=False, host=0.4, stages="costs")
 COMPILED = replace(OURS, name="lockstep, compiled", fused=True, host=0.15)
 """Some 60 kernels of a layer, forward and backward, at 20 us each; compiled, some 20. Set, not fitted."""

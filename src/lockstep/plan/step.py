@@ -116,12 +116,12 @@ class Clock:
         """Backward gathers the inputs of column layers again: ours, with sequence parallelism. Other software has it
         too, behind a product; there it is part of what `tensor_exposed` was fitted to.
         """
-        return self.s.software.own_engines and self.s.beside > 1 and not self.s.layout.keep_gathered
+        return self.s.software.lockstep_engines and self.s.beside > 1 and not self.s.layout.keep_gathered
 
     @property
     def gathers_layers(self) -> bool:
         """Layer by layer, in every micro-batch. In a pipeline ours gathers a stage once in a step, as zero1 does."""
-        return self.s.layout.zero >= 3 and not (self.s.software.own_engines and self.s.layout.pp > 1)
+        return self.s.layout.zero >= 3 and not (self.s.software.lockstep_engines and self.s.layout.pp > 1)
 
     # ---- one layer, one micro-batch ----------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Clock:
             by = 2.0 if self.s.software.attention == "matrix" else c["flash_backward"]
             terms["attention"] = by * forward["attention"]
         wide = max(1.0, 4 / self.s.element)  # keys and values, and their gradients: ours in fp32
-        ring = 1 + wide if self.s.software.own_engines else 2.0
+        ring = 1 + wide if self.s.software.lockstep_engines else 2.0
         terms["context"] = ring * forward.get("context", 0.0)
         terms["experts"] = forward.get("experts", 0.0)
         terms["tensor"] = forward.get("tensor", 0.0)
@@ -269,7 +269,7 @@ class Clock:
         if not n:
             return 0.0
         product = product_seconds(self.tokens, s.network.hidden, n, s.wide, s.machine, self.c)
-        own = s.software.own_loss and s.machine.is_gpu and tp == 1
+        own = s.software.lockstep_loss and s.machine.is_gpu and tp == 1
         passes = OWN_LOSS if own else self.c["loss_passes"]
         loss = moving_seconds(self.tokens * n * passes * FORWARD, s.machine, self.c, 4)
         extra = s.network.extra_layers * sum(self.layers[0].values())
@@ -339,9 +339,11 @@ class Clock:
             sent += collective_seconds(parameters * software.gradient_bytes, group, step, s.machine, c, times)
             if layout.zero:
                 shared = min(group, layout.shards)
-                payload = parameters * (software.kept.parameter if software.own_engines else software.gathered_bytes)
+                payload = parameters * (
+                    software.kept.parameter if software.lockstep_engines else software.gathered_bytes
+                )
                 returned += collective_seconds(payload, shared, step, s.machine, c, GATHER)
-        if software.own_engines and layout.pp == 1:
+        if software.lockstep_engines and layout.pp == 1:
             late = sent * s.network.embedding_parameters / layout.tp / dense  # made last, so sent after backward
             ahead, back = (layers * sum(t for name, t in terms.items() if name not in SENT) for terms in self.layers)
             sent = late + self.behind(sent - late, back + 2 * self.head)
@@ -351,7 +353,7 @@ class Clock:
             passes = layout.pp if layout.pp > 1 and layout.chunks > 1 else 1
             sent = max(sent * c["gradients_least"], sent - c["gradients_hidden"] * backward * passes)
             returned = max(returned * c["gradients_least"], returned - c["gradients_hidden"] * forward * passes)
-        if software.own_engines and layout.pp > 1 and s.network.tied:  # the head's, with the embedding's
+        if software.lockstep_engines and layout.pp > 1 and s.network.tied:  # the head's, with the embedding's
             tied = s.network.vocabulary * s.network.hidden / layout.tp * software.gradient_bytes
             sent += 2 * message_seconds(tied, layout.ranks // 2, s.machine, c)  # there, and the sum back
         return {"gradients": sent + returned, "optimizer": optimizer}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import GPT, HF, Config
-from lockstep.config.own import where_and_what
+from lockstep.config.user_code import where_and_what
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.models import build_model

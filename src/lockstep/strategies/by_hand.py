@@ -17,7 +17,7 @@ class ByHand(Engine):
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.module.no_sync()
 
-    def keep_own_gradients(self) -> AbstractContextManager[None]:
+    def keep_local_gradients(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
 
     def accumulate(self) -> AbstractContextManager[None]:

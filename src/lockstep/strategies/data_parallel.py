@@ -121,10 +121,10 @@ class HandWritten(ByHand):
     def on_skip(self) -> None:
         self.module.forget_step()
 
-    def own_state(self) -> dict[str, Any]:
+    def local_state(self) -> dict[str, Any]:
         """What compression remembers of this rank's gradients."""
         return {"reducers": self.module.reducer_state()} if self.parallel.compression != "none" else {}
 
-    def load_own_state(self, state: dict[str, Any]) -> None:
+    def load_local_state(self, state: dict[str, Any]) -> None:
         if "reducers" in state and len(state["reducers"]) == len(self.module.buckets):
             self.module.load_reducer_state(state["reducers"])

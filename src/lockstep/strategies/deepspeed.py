@@ -47,7 +47,7 @@ class DeepSpeed(Engine):
     model_axes = ()
     offloads = ("cpu", "nvme")
     offloads_from_cpu = True
-    takes_own_config = True
+    takes_user_config = True
     skips_not_finite = False
     package = "deepspeed"
     verified_in = "fp32"
@@ -166,7 +166,7 @@ class DeepSpeed(Engine):
         gathered: AbstractContextManager[None] = self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
         return gathered
 
-    def own_worker(self, cut: Cut) -> "DeepSpeedWorker":
+    def custom_worker(self, cut: Cut) -> "DeepSpeedWorker":
         return DeepSpeedWorker(self, cut)
 
     def make_state(self) -> "DeepSpeedState":

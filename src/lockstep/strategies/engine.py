@@ -54,7 +54,7 @@ class Engine(ABC):
     """It offloads also where ranks compute on the CPU."""
     native_axes: ClassVar[tuple[str, ...]] = ("cp",)
     """Axes that PyTorch may cut: its engine knows DTensors, or need not."""
-    takes_own_config: ClassVar[bool] = False
+    takes_user_config: ClassVar[bool] = False
     """It reads `parallel.deepspeed_config`."""
     package: ClassVar[str | None] = None
     """That must be installed."""
@@ -130,8 +130,8 @@ class Engine(ABC):
     """It computes in the right precision by itself: no autocast."""
     host_decides = False
     """It has something of its own to do at a skipped step, so the host must know of it at once."""
-    shows_own_gradients: ClassVar[bool] = True
-    """`own_gradients` has some."""
+    shows_local_gradients: ClassVar[bool] = True
+    """`local_gradients` has some."""
     reshards_micro_batches: ClassVar[bool] = False
     """In a pipeline it can release parameters and reduce gradients in every micro-batch."""
     reduces_by_chunk: ClassVar[bool] = True
@@ -157,7 +157,7 @@ class Engine(ABC):
         """Around a micro-batch: gradients need to be reduced in the `last` one only."""
         return nullcontext()
 
-    def keep_own_gradients(self) -> AbstractContextManager[None]:
+    def keep_local_gradients(self) -> AbstractContextManager[None]:
         """Around a micro-batch whose gradients are to be looked at and dropped: this rank's own, where an engine gives
         them away.
         """
@@ -233,8 +233,8 @@ class Engine(ABC):
         with_one = {name: held for name, held in self.trained().items() if held.parameter.grad is not None}
         return {name: Held(h.parameter.grad.to_dense(), h.region) for name, h in with_one.items()}  # type: ignore
 
-    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Of this rank's samples only, after `keep_own_gradients`; nothing where an engine does not show them."""
+    def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Of this rank's samples only, after `keep_local_gradients`; nothing where an engine does not show them."""
         yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
 
     def gradient_buffers(self) -> list[Tensor]:
@@ -262,19 +262,19 @@ class Engine(ABC):
         """The one that has this rank's state, where `optimizer` is a wrapper of it."""
         return self.optimizer
 
-    def own_state(self) -> dict[str, Any]:
+    def local_state(self) -> dict[str, Any]:
         """What the next step depends on that belongs to this rank alone."""
         return {}
 
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """The opposite of `own_state`."""
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        """The opposite of `local_state`."""
 
     def after_load(self) -> None:
         """What this rank holds has been written to from a checkpoint."""
 
     # ---- what executes and saves it ----------------------------------------------------------------------------
 
-    def own_worker(self, cut: Cut) -> "Worker | None":
+    def custom_worker(self, cut: Cut) -> "Worker | None":
         """What executes its steps, where it owns them; None: a schedule is executed."""
         return None
 

@@ -48,7 +48,7 @@ class FSDP(Engine):
     offloads = ("cpu",)
     native_axes = ("tp", "cp")
     fills_parts = True
-    shows_own_gradients = False
+    shows_local_gradients = False
     reshards_micro_batches = True
     _kept: list[Any]
     """In a pipeline's step: blocks whose gradients have not been reduced."""
@@ -235,11 +235,11 @@ class FSDP(Engine):
         self.release()
         return outputs
 
-    def keep_own_gradients(self) -> AbstractContextManager[None]:
+    def keep_local_gradients(self) -> AbstractContextManager[None]:
         """FSDP2 would keep unsharded gradients, out of `zero_gradients`' reach: have them reduced, and drop them."""
         return nullcontext()
 
-    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+    def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         yield from ()  # FSDP2 keeps them to itself
 
 

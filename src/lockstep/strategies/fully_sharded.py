@@ -109,7 +109,7 @@ class FullySharded(ByHand):
     def gradient_buffers(self) -> list[Tensor]:
         return self.module.gradient_buffers()
 
-    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+    def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         return self.module.unreduced_gradients()
 
 

@@ -83,7 +83,7 @@ class LocalSGD(Engine):
             means[name] = Held(mean, held.region)
         return means
 
-    def own_state(self) -> dict[str, Any]:
+    def local_state(self) -> dict[str, Any]:
         """Between two averages the ranks' weights, and always their optimizers' states, differ."""
         return {
             "model": self.model.state_dict(),
@@ -91,7 +91,7 @@ class LocalSGD(Engine):
             "averager": self.averager.state_dict(),
         }
 
-    def load_own_state(self, state: dict[str, Any]) -> None:
+    def load_local_state(self, state: dict[str, Any]) -> None:
         if "averager" in state:
             self.model.load_state_dict(state["model"])
             saved = state["optimizer"]

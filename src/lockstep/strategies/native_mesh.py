@@ -16,8 +16,8 @@ def native_mesh(layout: Layout, *axes: str) -> Any:
     def noted(group: Group) -> dist.ProcessGroup:
         if group.axis not in PURPOSES:
             return group.native
-        on_own_stream = group.axis == "replicate" and layout.world.device.type == "cuda"  # FSDP2's
-        return observed_group(group, PURPOSES[group.axis], sees_waits=not on_own_stream)
+        on_side_stream = group.axis == "replicate" and layout.world.device.type == "cuda"  # FSDP2's
+        return observed_group(group, PURPOSES[group.axis], sees_waits=not on_side_stream)
 
     return layout.mesh(*axes, through=noted)
 

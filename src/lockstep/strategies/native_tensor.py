@@ -54,7 +54,7 @@ def cut_by_dtensor(model: nn.Module, plan: TensorPlan, layout: Layout, sequence:
     regions, tied = arrange(model, plan, group)
     styles = {name: style_of(name, kind, plan, sequence) for name, kind in plan.kinds.items() if kind != "sequence"}
     if sequence:
-        styles |= {name: on_own_positions() for name in norms_of(model)}
+        styles |= {name: on_local_positions() for name in norms_of(model)}
     parallelize_module(model, tensor_mesh(layout), styles, src_data_rank=None)
     for name, first in tied.items():
         home, _, leaf = name.rpartition(".")
@@ -65,7 +65,7 @@ def cut_by_dtensor(model: nn.Module, plan: TensorPlan, layout: Layout, sequence:
             parameter.register_post_accumulate_grad_hook(sum_if_partial)
     for name, kind in plan.kinds.items():
         if kind == "sequence" and sequence:
-            model.get_submodule(name).register_forward_hook(lambda _m, _i, output: own_positions(output, layout))
+            model.get_submodule(name).register_forward_hook(lambda _m, _i, output: local_positions(output, layout))
     return None if plan.head is None else loss_of_parts(group)
 
 
@@ -112,7 +112,7 @@ def style_of(name: str, kind: str, plan: TensorPlan, sequence: bool) -> Any:
     )
 
 
-def on_own_positions() -> Any:
+def on_local_positions() -> Any:
     from torch.distributed.tensor.parallel import SequenceParallel
 
     return SequenceParallel(use_local_output=True)
@@ -122,7 +122,7 @@ def norms_of(model: nn.Module) -> list[str]:
     return [name for name, part in model.named_modules() if isinstance(part, nn.LayerNorm | nn.RMSNorm)]
 
 
-def own_positions(output: Tensor, layout: Layout) -> Tensor:
+def local_positions(output: Tensor, layout: Layout) -> Tensor:
     """Of what is for all samples alike (an embedding of positions)."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

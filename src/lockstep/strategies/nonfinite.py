@@ -11,17 +11,17 @@ LARGEST = 1e17
 """Of gradients whose norm can be taken in fp32: squares of some hundred larger ones overflow."""
 
 
-def locate_nonfinite(strategy: ParallelModel, batch: Batch, own_loss: Tensor | None = None) -> str:
+def locate_nonfinite(strategy: ParallelModel, batch: Batch, local_loss: Tensor | None = None) -> str:
     """What was not finite in a skipped step, in words. Every rank must call it, with its share of that step's batch.
 
     After the average every rank holds the same NaN; so every rank runs its share once more without averaging, and says
-    what it finds. `own_loss`: of this rank in that step, which names the rank if it is not to be found again.
+    what it finds. `local_loss`: of this rank in that step, which names the rank if it is not to be found again.
     """
     engine = strategy.engine
     totals = strategy.worker.only_gradients(batch)
-    loss_is_bad = not bool(totals.own_loss.isfinite())
+    loss_is_bad = not bool(totals.local_loss.isfinite())
     tensors = [("weight", name, local(p)) for name, p in strategy.model.named_parameters()]
-    tensors += [("gradient of", name, gradient) for name, gradient in engine.own_gradients() if gradient is not None]
+    tensors += [("gradient of", name, gradient) for name, gradient in engine.local_gradients() if gradient is not None]
     found = [f"{what} {name}" for what, name, tensor in tensors if not bool(tensor.isfinite().all())]
     inputs_bad = any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors_in(batch.inputs))
     gradients = [tensor for what, _, tensor in tensors if what != "weight" and tensor.numel()]
@@ -29,7 +29,7 @@ def locate_nonfinite(strategy: ParallelModel, batch: Batch, own_loss: Tensor | N
     engine.zero_gradients()
     mine = ["its inputs"] * inputs_bad + found + ["its loss"] * (loss_is_bad and not found and not inputs_bad)
     totals.pending.wait()
-    was_bad = own_loss is not None and not bool(own_loss.isfinite())
+    was_bad = local_loss is not None and not bool(local_loss.isfinite())
     everyone = all_gather_objects((mine, largest, was_bad))
     findings = [
         f"rank {rank}: {theirs[0]}" + (f" and {len(theirs) - 1} more" if len(theirs) > 1 else "")

@@ -34,7 +34,7 @@ class ParallelModel:
         sample's forward and backward pass.
         """
         self.engine, self.parameters, self.cut, self.flops_per_sample = engine, parameters, cut, flops_per_sample
-        self.worker, self.state = engine.own_worker(cut) or worker_for(engine, cut), engine.make_state()
+        self.worker, self.state = engine.custom_worker(cut) or worker_for(engine, cut), engine.make_state()
 
     @property
     def layout(self) -> Layout:
@@ -128,7 +128,7 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """[sum of losses, correct, count] of this rank's share of a test batch."""
-        batch = self.worker.own_positions(batch.to(self.world.device, self.options.dtype))
+        batch = self.worker.local_positions(batch.to(self.world.device, self.options.dtype))
         with self.worker.precision(), only_compiled_graphs(self.options):
             outputs = self.worker.predict(batch.inputs)
         if outputs is None:  # another stage has them

@@ -110,7 +110,7 @@ class PipelineWorker(Worker):
     def _around_pass(self, instruction: Instruction, step: Step) -> AbstractContextManager[Any]:
         stack = ExitStack()
         stack.enter_context(self.phases("forward" if instruction.kind == "forward" else "backward"))
-        if instruction.reduces and (step.reduces or not self.engine.shows_own_gradients):
+        if instruction.reduces and (step.reduces or not self.engine.shows_local_gradients):
             if instruction is self._reducing[-1] and not self.engine.sums_tied_last:
                 self.tied.receive()
             complete = self._completed_by(instruction)
@@ -140,7 +140,7 @@ class PipelineWorker(Worker):
     def _end_passes(self, step: Step) -> None:
         self.passes.end()
         totals = step.totals
-        totals.own_loss = totals.sums[0].clone()
+        totals.local_loss = totals.sums[0].clone()
         if step.reduces:
             totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
 

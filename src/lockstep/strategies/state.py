@@ -45,7 +45,7 @@ class EngineState(Protocol):
 
 
 class Holder(Protocol):
-    """Whose state it is: an engine, or a loop of the user's own (`checkpoint/own_loop.py`)."""
+    """Whose state it is: an engine, or a loop of the user's own (`checkpoint/user_loop.py`)."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -57,8 +57,8 @@ class Holder(Protocol):
     def local_optimizer(self) -> torch.optim.Optimizer: ...
     def held(self) -> dict[str, Held]: ...
     def trained(self) -> dict[str, Held]: ...
-    def own_state(self) -> dict[str, Any]: ...
-    def load_own_state(self, state: dict[str, Any]) -> None: ...
+    def local_state(self) -> dict[str, Any]: ...
+    def load_local_state(self, state: dict[str, Any]) -> None: ...
     def after_load(self) -> None: ...
 
 
@@ -78,7 +78,7 @@ class RegionState:
         return {
             **model_leaves(engine.model, held, only_trained),
             **optimizer_leaves(engine.local_optimizer, trained),
-            f"own.{self.rank}": engine.own_state(),
+            f"own.{self.rank}": engine.local_state(),
         }
 
     def _answering(self, what: str, mine: dict[str, Held]) -> dict[str, Held]:
@@ -105,7 +105,7 @@ class RegionState:
         self.engine.after_load()
         forget_unsaved(optimizer, self.engine.trained(), set(state))
         if own := state.get(f"own.{self.rank}"):
-            self.engine.load_own_state(own)
+            self.engine.load_local_state(own)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         engine = self.engine

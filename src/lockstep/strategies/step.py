@@ -33,7 +33,7 @@ class Totals:
     counts: Tensor
     """[targets, ranks that were asked to stop, ranks that want a checkpoint]; complete before the first backward."""
     pending: Pending
-    own_loss: Tensor
+    local_loss: Tensor
     """Sum over this rank's samples; 0 on a rank that computes no loss."""
 
     def read(self) -> tuple[float, float, float]:

@@ -179,7 +179,7 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
             "parallel.offload cpu moves what a GPU does not need at the moment to the host, and these ranks compute on "
             "the host already; leave it out"
         )
-    if parallel.deepspeed_config is not None and not engine.takes_own_config:
-        who = ", ".join(name for name, other in STRATEGIES.items() if other.takes_own_config)
+    if parallel.deepspeed_config is not None and not engine.takes_user_config:
+        who = ", ".join(name for name, other in STRATEGIES.items() if other.takes_user_config)
         raise UserError(f"parallel.deepspeed_config goes with parallel.data {who}, and this is {data}")
     engine.check(parallel, precision, compiled)

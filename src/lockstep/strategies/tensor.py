@@ -12,7 +12,7 @@ from lockstep.models.loss import LossSum, Measure, cross_entropy_sum
 from lockstep.parallel.pipeline.stage import Elsewhere
 from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear
 from lockstep.parallel.tensor.propose import proposed_plan, shown_plan
-from lockstep.parallel.tensor.tensor_parallel import cut_as_planned, match_plan, own_plan
+from lockstep.parallel.tensor.tensor_parallel import cut_as_planned, declared_plan, match_plan
 from lockstep.parallel.tensor.vocabulary import cross_entropy_of_parts
 
 
@@ -28,7 +28,7 @@ class TensorPlan:
         """The model's own. Logits that only a cross entropy reads are never gathered."""
         if degree == 1:
             return cls({})
-        plan = own_plan(model)
+        plan = declared_plan(model)
         heads = [name for name, kind in plan.items() if kind == "column:gather"]
         if len(heads) == 1 and loss is cross_entropy_sum:
             return cls(match_plan(model, {**plan, heads[0]: "vocab"}), heads[0])

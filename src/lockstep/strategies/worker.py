@@ -104,7 +104,7 @@ class Worker:
         """Targets are counted once, however many ranks have them; any rank may ask to stop."""
         return self.layout.coordinates["tp"] == 0
 
-    def own_positions(self, batch: Batch) -> Batch:
+    def local_positions(self, batch: Batch) -> Batch:
         """Of every sequence this rank's, where context parallelism has cut them."""
         group = self.layout.group("cp")
         if group.size == 1:
@@ -112,7 +112,7 @@ class Worker:
         return Batch(shard_sequence(batch.inputs, 1, group), shard_sequence(batch.targets, 1, group), batch.filler)
 
     def _begin(self, batch: Batch, reduces: bool = True) -> Step:
-        batch = self.own_positions(batch.to(self.device, self.options.dtype))
+        batch = self.local_positions(batch.to(self.device, self.options.dtype))
         self.engine.zero_gradients()
         counts = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.knows_counts:
@@ -152,7 +152,7 @@ class Worker:
 
     def _around(self, index: int, step: Step) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: the last one reduces the gradients of all."""
-        return self.engine.synchronize(step.is_last(index)) if step.reduces else self.engine.keep_own_gradients()
+        return self.engine.synchronize(step.is_last(index)) if step.reduces else self.engine.keep_local_gradients()
 
     # ---- forward and backward ----------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Worker:
         micro_batch, totals = step.micro_batches[index], step.totals
         step.counting.wait()  # issued before forward, needed only now
         if step.is_last(index):
-            totals.own_loss = totals.sums[0].clone()
+            totals.local_loss = totals.sums[0].clone()
             # In flight during backward.
             totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
         with self._around(index, step), self.around_passes(), self.phases("backward"):

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from lockstep.comm.ledger import Ledger, Mark, mark
 from lockstep.config import Config
-from lockstep.config.own import imported, shown_name, where_and_what
+from lockstep.config.user_code import imported, shown_name, where_and_what
 from lockstep.data import Batch, DataSet
 from lockstep.errors import UserError
 from lockstep.launch.leftovers import memory_home

@@ -279,7 +279,7 @@ class Run:
         if self.strategy.engine.scales_loss or (loss_scale is not None and loss_scale.scale >= 1.0):
             return  # fp16's loss scaling overflowed and has been halved: its ordinary way of finding the scale
         self.skipped_in_a_row += 1
-        where = locate_nonfinite(self.strategy, step.batch, step.result.totals.own_loss)
+        where = locate_nonfinite(self.strategy, step.batch, step.result.totals.local_loss)
         self.logger.warn(f"step {step.number}: not finite, skipped on all ranks ({where})")
         self.logger.record("skipped", step.number, {"where": where})
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:

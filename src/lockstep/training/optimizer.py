@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Train
-from lockstep.config.own import called, imported, is_import, only_taken, where_and_what
+from lockstep.config.user_code import called, imported, is_import, only_taken, where_and_what
 from lockstep.errors import UserError
 
 
@@ -18,13 +18,13 @@ def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.o
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
     if is_import(train.optimizer):
-        return own_optimizer(train, parameters)
+        return user_optimizer(train, parameters)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
     fused = should_fuse(parameters) or None  # None: PyTorch's own default
     return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)
 
 
-def own_optimizer(train: Train, parameters: list[Any]) -> torch.optim.Optimizer:
+def user_optimizer(train: Train, parameters: list[Any]) -> torch.optim.Optimizer:
     """It is given what it has a parameter for of lr, momentum, betas and weight_decay."""
     make = imported(train.optimizer, "train.optimizer")
     offered = {name: getattr(train, name) for name in ("lr", "momentum", "betas", "weight_decay")}

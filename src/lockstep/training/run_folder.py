@@ -19,7 +19,7 @@ from lockstep.checkpoint.checkpoints import CHECKPOINTS
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, load_config
-from lockstep.config.own import shown_name
+from lockstep.config.user_code import shown_name
 from lockstep.data import DataSpec, Kind
 from lockstep.errors import UserError
 from lockstep.layout.world import World

@@ -76,7 +76,7 @@ def spread(reference: Reference, parallel: Parallel, table: Table = STRATEGIES) 
     """
     world, scenario = reference.world, reference.scenario
     options = Options(
-        loss=loss_for(scenario.spec.kind, scenario.own_loss, scenario.spec.classes),
+        loss=loss_for(scenario.spec.kind, scenario.user_loss, scenario.spec.classes),
         make_optimizer=reference.make_optimizer,
         parallel=parallel,
         accumulation=scenario.accumulation,

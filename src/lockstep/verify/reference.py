@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.own import imported
+from lockstep.config.user_code import imported
 from lockstep.data import IGNORED, Batch, called_with
 from lockstep.layout import World
 from lockstep.models.loss import class_last, logits_of
@@ -103,9 +103,9 @@ class Reference:
         )
 
     def _measure(self, outputs: Any, targets: Tensor) -> tuple[Tensor, float | None]:
-        own_loss = self.scenario.own_loss
-        if own_loss is not None:
-            return imported(own_loss, "train.loss")(outputs, targets), None
+        user_loss = self.scenario.user_loss
+        if user_loss is not None:
+            return imported(user_loss, "train.loss")(outputs, targets), None
         outputs = logits_of(outputs)
         if self.scenario.spec.kind == "regression":
             return F.mse_loss(outputs, targets), None

@@ -12,7 +12,7 @@ from lockstep.bar import Bar
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.ledger import Traffic
 from lockstep.config import MLP, Config, Model, Parallel
-from lockstep.config.own import shown_name
+from lockstep.config.user_code import shown_name
 from lockstep.data import tensors_in
 from lockstep.errors import UserError
 from lockstep.layout.world import World
@@ -40,11 +40,11 @@ from lockstep.verify.scenarios import (
     TANGLED,
     Scenario,
     cut_scenarios,
-    own_data,
-    own_scenarios,
     saver_scenarios,
     scenarios_for,
     switch_off_dropout,
+    user_data,
+    user_scenarios,
 )
 from lockstep.verify.structure import check_structure
 from lockstep.verify.traffic import check_traffic
@@ -130,7 +130,7 @@ def scenarios_of(request: Request, parallel: Parallel, table: Table = STRATEGIES
     if request.savers:
         return saver_scenarios(request.model)
     if request.own is not None:
-        return own_scenarios(request.own)
+        return user_scenarios(request.own)
     if all(degree == 1 for degree in model_degrees(parallel).values()):
         survives = request.is_whole and table[parallel.data].takes_any_graph
         return [*scenarios_for(request.model), *([TANGLED] if survives else [])]
@@ -143,7 +143,7 @@ def check_request(request: Request, ranks: int, device: str) -> None:
     """Refuse what these ranks could not do, before any of them starts."""
     if request.own is not None:
         with torch.device("meta"):
-            dropping = switch_off_dropout(build_model(request.own.model, own_data(request.own).spec))
+            dropping = switch_off_dropout(build_model(request.own.model, user_data(request.own).spec))
         if dropping:
             print(f"dropout of {counted(dropping, 'module')} is switched off: ranks would draw other numbers")
     for name in request.strategies:

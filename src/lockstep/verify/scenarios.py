@@ -8,7 +8,7 @@ from torch import nn
 from lockstep.config import CNN, GPT, HF, Config, Model, Own, ResNet, Train
 from lockstep.data import IGNORED, READS, Batch, DataSet, DataSpec, Streamed, build_data, called_with, tensors_in
 from lockstep.errors import UserError
-from lockstep.models import build_model, check_outputs, is_users, own_model
+from lockstep.models import build_model, check_outputs, is_users, user_model
 from lockstep.models.hf import vocabulary_of
 from lockstep.models.initial import Deferred, fill_adapters, seeded
 from lockstep.models.lora import add_lora
@@ -50,7 +50,7 @@ class Scenario:
     @property
     def spec(self) -> DataSpec:
         if self.config is not None:
-            return own_data(self.config).spec
+            return user_data(self.config).spec
         if isinstance(self.model, HF):
             return DataSpec("tokens", (self.model.context,), vocabulary_of(self.model.path))
         kind = READS[self.model.name][0]
@@ -60,7 +60,7 @@ class Scenario:
         return DataSpec(kind, (1, 8, 8) if kind == "images" else (16,), 10)
 
     @property
-    def own_loss(self) -> str | None:
+    def user_loss(self) -> str | None:
         """Where the user's own loss is imported from."""
         return self.config.train.loss if self.config is not None else None
 
@@ -104,7 +104,7 @@ class Scenario:
     def _batch(self, size: int, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)
         if self.config is not None:
-            split = own_data(self.config).train
+            split = user_data(self.config).train
             return split.batch(torch.randint(len(split), (size,), generator=generator))
         spec = self.spec
         if spec.kind == "tokens":
@@ -123,7 +123,7 @@ class Scenario:
 _loaded: dict[str, DataSet] = {}
 
 
-def own_data(config: Config) -> DataSet:
+def user_data(config: Config) -> DataSet:
     """Loaded once; of a stream, its first samples."""
     key = repr(config)
     if key not in _loaded:
@@ -135,12 +135,12 @@ def own_data(config: Config) -> DataSet:
     return _loaded[key]
 
 
-def own_scenarios(config: Config) -> list[Scenario]:
+def user_scenarios(config: Config) -> list[Scenario]:
     """The user's model on the user's data, even, uneven, and accumulated."""
     if isinstance(config.model, Own):
-        check_outputs(config.model, own_data(config).spec, config.train.loss)
+        check_outputs(config.model, user_data(config).spec, config.train.loss)
         with torch.device("meta"):
-            model = own_model(config.model)
+            model = user_model(config.model)
         check_repeats(config)
         batch_norms = [n for n, part in model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         if batch_norms:
@@ -173,9 +173,9 @@ def switch_off_dropout(model: nn.Module) -> int:
 
 def check_repeats(config: Config) -> None:
     """A model that draws numbers of its own in forward is never equal to itself."""
-    model = build_model(config.model, own_data(config).spec, 0)
+    model = build_model(config.model, user_data(config).spec, 0)
     switch_off_dropout(model)
-    batch = own_data(config).train.batch(torch.arange(2))
+    batch = user_data(config).train.batch(torch.arange(2))
     with torch.no_grad():
         first, second = (called_with(model, batch.inputs) for _ in range(2))
     outputs = zip(tensors_in(first), tensors_in(second), strict=True)

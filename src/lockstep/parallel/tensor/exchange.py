@@ -76,7 +76,7 @@ def summed(x: Tensor, group: Group) -> Tensor:
     return all_reduce(x.clone(memory_format=torch.contiguous_format), group=group, purpose=PURPOSE)
 
 
-def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
+def local_part(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's equal part of `dim`."""
     length = x.shape[dim]
     if length % group.size:
@@ -100,7 +100,7 @@ class Scattering:
     """A reduce-scatter along a dimension, in flight."""
 
     def __init__(self, x: Tensor, group: Group, dim: int) -> None:
-        own = own_part(x, group, dim)
+        own = local_part(x, group, dim)
         self._sent = torch.stack(x.chunk(group.size, dim))  # (ranks, ..., part of dim, ...)
         self._own = torch.empty_like(own, memory_format=torch.contiguous_format)
         self._pending: Pending = reduce_scatter_async(self._own, self._sent, group=group, purpose=PURPOSE)
@@ -157,7 +157,7 @@ class _SplitToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return own_part(x, group, dim).contiguous()
+        return local_part(x, group, dim).contiguous()
 
     @staticmethod
     @once_differentiable

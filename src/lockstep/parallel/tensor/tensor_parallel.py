@@ -66,7 +66,7 @@ def tensor_parallel(
     `sequence_parallel`, backward gathers the inputs of cut layers again, unless `keep_gathered`.
     """
     group = group_of(process_group, "tp")
-    planned = match_plan(module, own_plan(module) if plan is None else plan)
+    planned = match_plan(module, declared_plan(module) if plan is None else plan)
     if sequence_parallel and not {"vocab", "sequence"} & set(planned.values()):
         raise UserError(
             "sequence_parallel needs to know where positions are cut first: a plan with a vocab or sequence module"
@@ -109,7 +109,7 @@ def cut_as_planned(
     return module
 
 
-def own_plan(module: nn.Module) -> ModulePlan:
+def declared_plan(module: nn.Module) -> ModulePlan:
     make: Any = getattr(module, "tensor_plan", None)
     if make is None:
         raise UserError(

@@ -237,7 +237,7 @@ class ShardUnit:
         self._expired = self.state is not UnitState.SHARDED and not self.resident
 
     @torch.no_grad()
-    def keep_own_piece(self) -> None:
+    def keep_local_piece(self) -> None:
         """The unsharded tensors have been written to: the shard becomes this rank's part of them."""
         if not self.resident:
             self.shard.copy_(self.layout.part(self._memory, self.rank))

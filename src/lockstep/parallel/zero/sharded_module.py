@@ -145,7 +145,7 @@ class ShardedModule(GradientWrapper):
         for unit in units:
             for parameter in unit.unsharded:
                 broadcast(parameter.data, group=self.group, purpose="parameters")
-            unit.keep_own_piece()
+            unit.keep_local_piece()
             unit.reshard()
 
     def _give_buffers(self, module: nn.Module) -> None:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import schema
-from lockstep.config.own import called, where_and_what
+from lockstep.config.user_code import called, where_and_what
 from lockstep.data.dataset import DataSpec
 from lockstep.errors import UserError
 from lockstep.models.flops import try_out
 from lockstep.models.loss import logits_of
 
 
-def own_model(config: schema.Own) -> nn.Module:
+def user_model(config: schema.Own) -> nn.Module:
     assert config.import_ is not None, "checked with the config"
     found = called(config.import_, "model.import", config.args)
     if not isinstance(found, nn.Module):
@@ -25,11 +25,11 @@ def outputs_of(config: schema.Own, spec: DataSpec) -> Any:
     """For a few samples: without computing anything where the meta device can do all that the model does."""
     try:
         with torch.device("meta"):
-            return try_out(own_model(config), spec, "meta")
+            return try_out(user_model(config), spec, "meta")
     except UserError:
         raise
     except Exception:  # of a user's code: a mistake in it, or something that the meta device has not (`tensor.item()`)
-        model = own_model(config)
+        model = user_model(config)
     try:
         return try_out(model, spec, "cpu")
     except Exception as error:
@@ -39,10 +39,10 @@ def outputs_of(config: schema.Own, spec: DataSpec) -> Any:
         ) from error
 
 
-def check_outputs(config: schema.Own, spec: DataSpec, own_loss: str | None) -> None:
+def check_outputs(config: schema.Own, spec: DataSpec, user_loss: str | None) -> None:
     """Refuse an imported model whose outputs do not fit the data's targets, where no loss of the user's own does."""
     given = outputs_of(config, spec)
-    if own_loss is not None:
+    if user_loss is not None:
         return
     outputs = logits_of(given)
     if not isinstance(outputs, Tensor):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import Data
-from lockstep.config.own import called, where_and_what
+from lockstep.config.user_code import called, where_and_what
 from lockstep.data.batch import Batch, first_rows, tensors_in
 from lockstep.data.dataset import DataSet, DataSpec, Kind, Samples, Split, from_pixels
 from lockstep.errors import UserError
@@ -118,7 +118,7 @@ def drawn_alike(seed: int) -> Iterator[None]:
             np.random.set_state(numpys)
 
 
-def load_own(data: Data, seed: int = 0) -> DataSet:
+def load_local(data: Data, seed: int = 0) -> DataSet:
     """What the function that `data.import` names gives."""
     assert data.import_ is not None, "checked with the config"
     name = data.import_

@@ -43,7 +43,7 @@ def save(
         raise UserError(f"step is {step}, but it must be 0 or more")
     world, group = here()
     checkpoints = Checkpoints(world, Path(folder), keep_last, asynchronous=False, group=group)
-    loop = OwnLoop(model, optimizer, world)
+    loop = UserLoop(model, optimizer, world)
     run = {"step": int(step), "groups": settings_of(loop.local_optimizer) if optimizer is not None else []}
     checkpoints.save(loop, run, wait=True)
     if checkpoints.failed is not None:
@@ -65,7 +65,7 @@ def load(folder: str | Path, model: nn.Module | Pipeline, optimizer: torch.optim
         if damage:
             raise UserError(f"{folder} has no whole checkpoint: {damage[0]}")
         return 0
-    loop = OwnLoop(model, optimizer, world)
+    loop = UserLoop(model, optimizer, world)
     check_fits(found, loop, optimizer is not None)
     run = load_checkpoint(found, loop, world, group)
     saved = run.get("groups")
@@ -84,7 +84,7 @@ def here() -> tuple[World, dist.ProcessGroup | None]:
     return world, shared_group(range(world.size), "gloo", lane="checkpoints")
 
 
-class OwnLoop:
+class UserLoop:
     """A model and its optimizer, as `RegionState` asks an engine about them."""
 
     loss_scale = None
@@ -122,10 +122,10 @@ class OwnLoop:
         """Its optimizer is the user's."""
         copied.synchronize()
 
-    def own_state(self) -> dict[str, Any]:
+    def local_state(self) -> dict[str, Any]:
         return {}
 
-    def load_own_state(self, state: dict[str, Any]) -> None:
+    def load_local_state(self, state: dict[str, Any]) -> None:
         """There is none."""
 
 
@@ -138,7 +138,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def check_fits(found: Path, loop: "OwnLoop", with_optimizer: bool) -> None:
+def check_fits(found: Path, loop: "UserLoop", with_optimizer: bool) -> None:
     """Refuse what would be left out in silence: a part of the model, or the optimizer's whole state."""
     from lockstep.checkpoint.storage import saved_names  # slow to import
 
