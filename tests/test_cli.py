@@ -4,19 +4,17 @@ import importlib
 import re
 import subprocess
 import sys
-from dataclasses import Field, fields
+from dataclasses import fields
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tyro
 from rich.console import Console
 
 from lockstep.bar import Bar
 from lockstep.cli import COMMANDS, main
 from lockstep.cli.checks import check_model
-from lockstep.cli.flags import DEEPSPEED, KNOWN, refuse_unknown, sections
+from lockstep.cli.flags import flags_of, refuse_unknown, sections
 from lockstep.cli.others import OTHERS
 from lockstep.config import Config, Own, Parallel, load_config
 from lockstep.config.load import MODELS, valid_keys
@@ -93,21 +91,13 @@ def test_a_mistake_is_one_clear_line(words: str, capsys: pytest.CaptureFixture[s
     assert len(said.strip().splitlines()) == 1
 
 
-def is_word(field: Field[Any]) -> bool:
-    """Given without a flag."""
-    return tyro.conf.Positional in getattr(field.type, "__metadata__", ())
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_flags_that_are_known_without_torch_are_the_commands_own(name: str) -> None:
+def test_the_flags_that_are_read_without_torch_are_the_commands(name: str) -> None:
     module = importlib.import_module(COMMANDS[name][0])
     mine = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-    of_config = {f.name for f in fields(Config)}
-    flags = [f for c in mine if c.__name__.endswith("Arguments") for f in fields(c) if not is_word(f)]
-    found = {f.name for f in flags if not f.name.endswith("_import")} - of_config  # --model.import is a config's key
+    found = {f.name for c in mine if c.__name__.endswith("Arguments") for f in fields(c)}
     launch = {f.name for f in fields(Launch)} if "launch" in found else set()
-    found = {one.replace("_", "-") for one in (found - {"launch"}) | launch}
-    assert set(KNOWN[name]) - set(DEEPSPEED) - of_config == found
+    assert flags_of(module.__name__) == {one.replace("_", "-") for one in (found - {"launch"}) | launch}
 
 
 def test_mistakes_that_need_no_torch_import_none() -> None:
@@ -190,7 +180,7 @@ def test_the_commands_of_the_docs_have_the_flags_that_they_name(file: Path) -> N
     for words in commands_in(file):
         name = next(n for n in (" ".join(words[:2]), words[0]) if n in COMMANDS)
         rest = words[len(name.split()) :]
-        refuse_unknown(name, rest)
+        refuse_unknown(name, COMMANDS[name][0], rest)
         for word in rest:
             key = word.partition("=")[0].removeprefix("--").replace("-", "_").replace(".no_", ".").rstrip("`,;.")
             if word.startswith("--") and "." in key and ".args." not in key:
@@ -225,10 +215,11 @@ def test_what_other_tools_call_it_leads_to_flags_that_there_are(capsys: pytest.C
     keys = set()
     for model in MODELS:
         keys |= set(valid_keys(sections(load_config(None, model))))
+    commands = {flag for module, _ in COMMANDS.values() for flag in flags_of(module)}
     for words in OTHERS.values():
         for theirs, ours in words.items():
             for flag in re.findall(r"--([a-z.-]+[a-z])", ours):
-                known = flag.replace("-", "_") in keys or any(flag in flags for flags in KNOWN.values())
+                known = flag.replace("-", "_") in keys or flag in commands
                 assert known, f"{theirs}: --{flag} is no flag of ours"
     assert main(["train", "--n_layer", "3"]) == 2
     assert "unknown flag --n_layer; here it is --model.layers" in capsys.readouterr().err

@@ -235,7 +235,7 @@ def test_the_command_that_choose_prints_is_one_that_train_takes(model: str, caps
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("lockstep train "))
     words = shlex.split(command)[2:]
     config, rest = config_from(words)
-    refuse_unknown("train", rest)
+    refuse_unknown("train", "lockstep.cli.train", rest)
     assert config.model.name == ("gpt" if model == "gpt2-xl" else "resnet")
     assert words[words.index("--train.precision") + 1] == "fp16", "a V100 has no units for bf16"
     assert words[words.index("--train.batch-size") + 1] == "64"

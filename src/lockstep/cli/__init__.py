@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         if not {"-h", "--help"} & set(rest):
             from lockstep.cli.flags import config_from, refuse_unknown  # mistakes that are said before torch is there
 
-            refuse_unknown(name, rest)
+            refuse_unknown(name, COMMANDS[name][0], rest)
             if name in OF_A_CONFIG:
                 config_from(rest)
         with ctrl_c_waits():

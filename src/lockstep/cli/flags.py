@@ -1,8 +1,12 @@
 """The config that a command's flags build on. Nothing here needs torch: a mistake is said within a second."""
 
+import ast
 import dataclasses
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,51 +23,44 @@ SHORT = {"--model": "--model.name", "--data": "--data.name"}
 """What people type."""
 
 
-LAUNCH = ("nproc", "device", "backend", "share-gpu", "timeout", "oversubscribe")
-FILES = ("csv", "json", "plot")
-DEEPSPEED = ("deepspeed", "deepspeed-config")
-KNOWN = {
-    "demo": (*LAUNCH, "epochs", "run-dir"),
-    "train": (*LAUNCH, "run-dir", "resume", "max-restarts", "trust", *DEEPSPEED),
-    "configs": (),
-    "tokenize": ("out", "tokenizer", "test-share"),
-    "generate": (*LAUNCH, "prompt", "tokens", "temperature", "top-k", "seed", "cache", "engine", "trust", "older"),
-    "export": ("out", "format", "trust", "older"),
-    "import": ("out",),
-    "verify": (*LAUNCH, "strategies", "preset", "world-size", "steps", "precision", "savers", "cost", "link"),
-    "bench comm": (
-        *LAUNCH,
-        *("collectives", "algorithms", "against", "min-bytes", "max-bytes", "factor", "iters", "warmup", "check"),
-        *("dtype", "op", "fit", "delay-ms", "link", *FILES),
-    ),
-    "bench train": (*LAUNCH, "preset", "strategies", "steps", "warmup", "baseline", "link", *FILES),
-    "bench scaling": (*LAUNCH, "world-size", "modes", "threads", "steps", "warmup", *FILES),
-    "strategies": ("world-size", "batch-size"),
-    "schedule": (*LAUNCH, "stages", "micro-batches", "chunks", "forward", "backward", "out", "run"),
-    "profile": (*LAUNCH, "run-dir", "steps", "warmup", "memory-snapshot", "nvtx"),
-    "report": ("out", "title"),
-    "learn": ("watch", "share-gpu", "dir"),
-    "doctor": ("trial", "master", "nodes", "json"),
-    "launch": (
-        *("nodes", "gpus", "ranks", "cpus", "time", "partition", "name", "master", "port", "max-restarts"),
-        *("save-every", "image", "out", "submit"),
-    ),
-    "chaos": ("faults", "rounds", "nproc", "backend", "timeout", "steps", "save-every", "seed", "keep", "json"),
-    "plan": (
-        *("cluster", "global-batch", "context", "hf", "batch-shape", "tokens-in", "tokens", "precision", "compiled"),
-        *("fix", "top", "explain", "json", "csv", "out", "html"),
-    ),
-    "plan check": ("out",),
-    "plan learn": ("machine", "dry"),
-    "calibrate": (*LAUNCH, "out"),
-    "choose": ("model", "hf", "cluster", "global-batch", "context", "precision", "finetune"),
-}
-"""Flags of each command that are no keys of a config. What they are its dataclass says, which needs torch for it."""
+DEEPSPEED = {"deepspeed", "deepspeed-config"}
+"""Of DeepSpeed's launcher, which `train` understands."""
 
 
-def refuse_unknown(command: str, argv: list[str]) -> None:
+def flags_of(module: str) -> set[str]:
+    """A command's flags without a dot, read from the source of its dataclasses: to import it would import torch."""
+    names = [name for name in _classes(module) if name.endswith("Arguments")]
+    return {field.replace("_", "-") for name in names for field in _fields(module, name)}
+
+
+def _fields(module: str, name: str) -> set[str]:
+    tree, found = _source(module), set()
+    imported = {a.name: str(n.module) for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    node = _classes(module)[name]
+    for base in node.bases:
+        found |= _fields(imported.get(ast.unparse(base), module), ast.unparse(base))
+    for statement in node.body:
+        if not isinstance(statement, ast.AnnAssign):
+            continue
+        field = ast.unparse(statement.target)
+        found |= _fields("lockstep.launch.options", "Launch") if field == "launch" else {field}
+    return found
+
+
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in _source(module).body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def _source(module: str) -> ast.Module:
+    spec = find_spec(module)
+    assert spec is not None, f"{module} is ours"
+    return ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
+
+
+def refuse_unknown(command: str, module: str, argv: list[str]) -> None:
     """A flag without a dot that the command does not have."""
-    known = KNOWN[command]
+    known = flags_of(module) | (DEEPSPEED if command == "train" else set())
     for word in argv:
         flag = word.partition("=")[0]
         name = flag.removeprefix("--").replace("_", "-")

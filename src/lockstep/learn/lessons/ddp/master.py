@@ -1,4 +1,4 @@
-"""7. A DDP of one's own: tied, unused, frozen parameters, and no_sync."""
+"""7. Your own DDP: tied, unused, frozen parameters, and no_sync."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
