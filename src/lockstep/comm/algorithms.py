@@ -42,7 +42,7 @@ def naive(wire: Wire, flat: Tensor, combine: Combine) -> None:
 
 
 def tree(wire: Wire, flat: Tensor, combine: Combine) -> None:
-    """A binomial tree: in step k, ranks 2^k apart pair up, and one of each pair is done; then the same way back.
+    """A binomial tree: in step k, ranks 2^k apart pair up, and one sends its sum and drops out; then back in reverse.
 
     2 log2(n)a + 2 log2(n)S b + log2(n)S c
     """
@@ -107,9 +107,9 @@ def halving_doubling(wire: Wire, flat: Tensor, combine: Combine) -> None:
 
 
 def double_tree(wire: Wire, flat: Tensor, combine: Combine) -> None:
-    """Two binary trees, each for one half of the tensor, and pieces that follow each other up and down.
+    """Two binary trees, each for one half of the tensor, with pieces pipelined up and down.
 
-    A rank that is a leaf in one tree is inside the other (all but at most one rank), so that every rank sends about as
+    A leaf of one tree is an inner node of the other (for all but at most one rank), so every rank sends about as
     much as it receives, at a latency that grows with log2(n) only.
 
     2(log2(n) + pieces)a + 2S b + S c
@@ -160,7 +160,7 @@ def hierarchical(wire: Wire, flat: Tensor, combine: Combine) -> None:
 
 
 def ring_reduce_scatter(wire: Wire, chunks: Sequence[Tensor], combine: Combine) -> Tensor:
-    """Afterwards `chunks[rank]`, which is returned, is the total over all ranks; the other chunks are half-done sums.
+    """Returns `chunks[rank]`, which then holds the sum over all ranks; the other chunks are left as partial sums.
 
     (n-1)a + (n-1)/n S b + (n-1)/n S c. While one piece of a chunk is added, the next is in flight.
     """
@@ -196,7 +196,7 @@ def ring_all_gather(wire: Wire, chunks: Sequence[Tensor]) -> None:
 
 
 def tree_reduce(wire: Wire, flat: Tensor, combine: Combine) -> None:
-    """Rank 0's becomes the total over all ranks; the others' become half-done sums.  log2(n)(a + S b + S c)"""
+    """Rank 0's tensor becomes the sum over all ranks; the others' become partial sums.  log2(n)(a + S b + S c)"""
     theirs, distance = torch.empty_like(flat), 1
     while distance < wire.size:
         if wire.rank & distance:
@@ -222,9 +222,9 @@ def tree_broadcast(wire: Wire, flat: Tensor) -> None:
 
 
 def _fold(wire: Wire, flat: Tensor, combine: Combine) -> Wire | None:
-    """With n not a power of two, each rank past the largest one hands its data to a partner below and steps aside.
+    """If n is not a power of two, each rank past the largest power below n sends its data to a partner and drops out.
 
-    Returns the wire between those who go on; None to those who stepped aside.
+    Returns the wire between the ranks that remain; None on ranks that dropped out.
     """
     core = 1 << (wire.size.bit_length() - 1)
     if wire.rank >= core:
@@ -238,7 +238,7 @@ def _fold(wire: Wire, flat: Tensor, combine: Combine) -> Wire | None:
 
 
 def _unfold(wire: Wire, flat: Tensor) -> None:
-    """Those who stepped aside get the result."""
+    """Send the result to the ranks that dropped out."""
     core = 1 << (wire.size.bit_length() - 1)
     if wire.rank >= core:
         wire.receive(flat, wire.rank - core)
@@ -247,7 +247,7 @@ def _unfold(wire: Wire, flat: Tensor) -> None:
 
 
 def binary_tree(rank: int, size: int) -> tuple[int | None, list[int]]:
-    """(parent, children) in the tree that, read from left to right, is 0, 1, ..., n-1. Its leaves are even."""
+    """(parent, children) in the tree whose in-order traversal is 0, 1, ..., n-1. Its leaves are the even ranks."""
     low, high, parent = 0, size, None
     while True:
         root = low + (1 << ((high - low).bit_length() - 1)) - 1
@@ -261,7 +261,7 @@ def binary_tree(rank: int, size: int) -> tuple[int | None, list[int]]:
 
 
 def shifted_binary_tree(rank: int, size: int) -> tuple[int | None, list[int]]:
-    """The same with all ranks moved on by one: its leaves are odd."""
+    """The same tree with all ranks shifted by one: its leaves are the odd ranks."""
     parent, children = binary_tree((rank + 1) % size, size)
     return None if parent is None else (parent - 1) % size, [(child - 1) % size for child in children]
 

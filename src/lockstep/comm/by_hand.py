@@ -47,7 +47,7 @@ def all_reduce_by_hand(
     data = tensor.detach()
     if data.is_cuda and moves_cuda(group):
         return on_its_stream(wire.group, data.device, lambda: all_reduce_over(wire, data, algorithm, op))
-    reduction(op, data.dtype)  # a mistake is the caller's, here, not the lane's
+    reduction(op, data.dtype)  # raises here, in the caller, not on the lane
     if wire.group not in _lanes:
         _lanes[wire.group] = Lane("all-reduce by hand")
         weakref.finalize(wire.group, _lanes[wire.group].close).atexit = False

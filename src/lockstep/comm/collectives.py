@@ -1,4 +1,4 @@
-"""Counted collectives: torch.distributed's, or ours by hand, each writing itself into the ledger.
+"""Counted collectives: torch.distributed's, or ours by hand, each recorded in the ledger.
 
 Names and meanings are torch.distributed's. Each comes twice: `all_reduce(...)` is done when it returns,
 `all_reduce_async(...)` returns a `Pending` to wait for. Roots and peers are ranks of the group. Everything works in a
@@ -29,9 +29,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 def new_buffer(length: int, dtype: torch.dtype, device: torch.device, group: GroupLike = None) -> Tensor:
-    """Zeros to be sent again and again: in memory that the backend need not copy, where it has such.
+    """A buffer of zeros for repeated collectives: in memory that the backend does not have to copy, if it has any.
 
-    All ranks of the group make theirs together.
+    All ranks of the group must call it together.
     """
     make_shared = getattr(group_of(group).process_group, "shared_empty", None)
     shared: Tensor | None = make_shared(length, dtype) if make_shared is not None and device.type == "cpu" else None
@@ -42,12 +42,12 @@ class Pending:
     """A collective in flight. `wait()` before touching its tensors."""
 
     def __init__(self, work: dist.Work | None, entry: Entry | None = None, clock: torch.device | None = None) -> None:
-        """`clock`: the device whose clock the entry is written by."""
+        """`clock`: the device whose clock times the entry."""
         self._work, self._entry, self._clock = work, entry, clock or torch.device("cpu")
         self._afterwards: Callable[[], object] | None = None
 
     def then(self, afterwards: Callable[[], object]) -> "Pending":
-        """Do this when it has been waited for."""
+        """Call `afterwards` at the end of `wait`."""
         self._afterwards = afterwards
         return self
 
@@ -70,10 +70,10 @@ class Pending:
 
 
 def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) -> None:
-    """Have it written down when a collective of tensors on `device` is done: on the CPU by the transport's own thread.
+    """Record when a collective of tensors on `device` is done: on the CPU, from the transport's thread.
 
-    NCCL's future runs its callbacks at once, on a stream of their own that waits for the collective: there an event
-    records when it was done. The collective's output then counts as used by that stream, and its memory is free again a
+    NCCL's future runs its callbacks at once, on a separate stream that waits for the collective: an event there
+    records when it was done. The output then counts as used by that stream too, and its memory is released a
     little later, so this is done only on request.
     """
     if isinstance(work, StreamWork):
@@ -83,7 +83,7 @@ def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) 
     assert ledger is not None, "it is in one"
     on_gpu = device.type == "cuda" and moves_cuda(group.native)
     if ledger.device.type == "cuda" and not (on_gpu and ledger.sees_ends):
-        return  # what the host moves, ends by a clock that the device does not know
+        return  # what the host moves ends on the host's clock, which is not the device's
     clock = ledger.device
 
     def done(_: Any) -> None:
@@ -99,7 +99,7 @@ def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) 
 def _issue(
     operation: str, payload: Tensor, purpose: str, group: Group, start: Callable[[], dist.Work | None], parts: int = 1
 ) -> Pending:
-    """Begin it, and note it. `payload`: the whole array that it is about, or one of its equal `parts`."""
+    """Issue it, and record it. `payload`: the whole array that it carries, or one of its equal `parts`."""
     if group.size == 1:
         return Pending(None)
     ledger, nbytes = active_ledger(), payload.nbytes * parts
@@ -112,7 +112,7 @@ def _issue(
 
 
 def _starting(payload: Tensor, group: Group, collective: Callable[..., dist.Work | None]) -> Callable[[], Any]:
-    """How to begin one of torch.distributed's: on a GPU, on the group's stream."""
+    """A function that issues one of torch.distributed's: on a GPU, on the group's stream."""
     if group.size > 1 and payload.is_cuda and moves_cuda(group.native):
         synchronous = partial(collective, group=group.native, async_op=False)
         return partial(on_its_stream, group.native, payload.device, synchronous)
@@ -143,7 +143,7 @@ def all_reduce(
 def all_reduce_mean_async(
     tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER, algorithm: str = "native"
 ) -> Pending:
-    """Begin to average `tensor` over the ranks, in place. (gloo's own AVG has summed: we sum, then divide.)"""
+    """Begin to average `tensor` over the ranks, in place. (gloo's AVG has returned sums: we sum, then divide.)"""
     group = group_of(group)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise UserError(f"a mean is for floating-point tensors, and this one is {tensor.dtype}; call .float() first")
@@ -179,7 +179,7 @@ def all_gather(tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER)
 
 
 def all_gather_into_async(output: Tensor, part: Tensor, group: GroupLike = None, *, purpose: str = OTHER) -> Pending:
-    """Begin to fill `output`, 1-D, with every rank's `part`, end to end. `part` may be its own place in `output`."""
+    """Begin to fill `output`, 1-D, with every rank's `part`, end to end. `part` may be its slice of `output`."""
     group = group_of(group)
     if group.size == 1 and output.data_ptr() != part.data_ptr():
         output.copy_(part)
@@ -190,7 +190,7 @@ def all_gather_into_async(output: Tensor, part: Tensor, group: GroupLike = None,
 def reduce_scatter_async(
     output: Tensor, tensor: Tensor, op: Any = SUM, group: GroupLike = None, *, purpose: str = OTHER
 ) -> Pending:
-    """Begin to sum `tensor` over the ranks, of which each keeps its own n-th in `output`."""
+    """Begin to sum `tensor` over the ranks; each rank gets its n-th of the sum in `output`."""
     group = group_of(group)
     if group.size == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.view_as(output))
@@ -222,7 +222,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: GroupLike = None, *, purpo
 
 
 def barrier_async(group: GroupLike = None, *, purpose: str = OTHER) -> Pending:
-    """Say that this rank has come here; wait for the others later."""
+    """Signal that this rank has reached the barrier; wait for the others later."""
     group = group_of(group)
     on_gpu = "nccl" in group.backend
     device_ids = [torch.cuda.current_device()] if on_gpu else None
@@ -232,7 +232,7 @@ def barrier_async(group: GroupLike = None, *, purpose: str = OTHER) -> Pending:
 
 
 def barrier(group: GroupLike = None, *, purpose: str = OTHER) -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has reached the barrier."""
     barrier_async(group, purpose=purpose).wait()
 
 
@@ -361,8 +361,8 @@ def exchange_async(
     *,
     purpose: str = OTHER,
 ) -> Pending:
-    """Begin to send to some ranks and to receive from some, all at once: (tensor, rank) each. One after the other, two
-    ranks that both send first would wait for each other.
+    """Issue sends to some ranks and receives from some, all at once: (tensor, rank) each. In sequence, two
+    ranks that both send first would deadlock.
     """
     group = group_of(group)
     if group.size == 1:

@@ -46,7 +46,7 @@ def _pieces_of(size: float) -> int:
 
 
 def cost(algorithm: str, n: int, size: float, ranks_per_node: int = 1) -> Cost:
-    """Of an all-reduce of `size` bytes over n ranks: the formulas of the docstrings, and their sums over the ranks."""
+    """The cost of an all-reduce of `size` bytes over n ranks: the docstrings' formulas, and their sums over ranks."""
     if n == 1:
         return Cost(0, 0, 0, 0, 0)
     levels = _log2(n)
@@ -122,7 +122,7 @@ def fit(samples: Iterable[Sample]) -> Prices:
 
 
 def _least_squares(matrix: np.ndarray, target: np.ndarray) -> list[float]:
-    """Without negative coefficients: of all subsets of the columns whose solution has none, the best."""
+    """Non-negative least squares: of all subsets of columns whose solution has no negative coefficient, the best."""
     columns = matrix.shape[1]
     best, best_error = np.zeros(columns), float("inf")
     for count in range(1, columns + 1):
@@ -150,7 +150,7 @@ def choose(wire: Wire, nbytes: int) -> str:
 
 
 def measure(wire: Wire, repeats: int = 5) -> Prices:
-    """Time each algorithm at a few sizes and fit. Rank 0's prices count, so that all ranks choose alike."""
+    """Time each algorithm at a few sizes and fit. All ranks use rank 0's prices, so that they make the same choice."""
     samples = []
     for nbytes in TRIAL_BYTES:
         tensor = torch.zeros(nbytes // 4, device=wire.device)

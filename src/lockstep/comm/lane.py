@@ -1,7 +1,7 @@
-"""A lane: work that is done in order, beside the caller or by the caller.
+"""A lane: a queue of work that runs in order, on the lane's thread or on the caller's.
 
-A thread of the lane's own runs what was submitted, so that it overlaps with whatever the caller does. A caller that
-waits has nothing else to do, so it does the work itself, instead of waking a thread and waiting for it: that is what
+The lane's thread runs what was submitted, so that it overlaps with whatever the caller does. A caller that
+waits has nothing else to do, so it runs the work itself, instead of waking a thread and waiting for it: this
 makes a small synchronous collective cheap.
 """
 
@@ -21,13 +21,13 @@ import torch.distributed as dist
 from lockstep.comm.openmp import use_one_thread_here
 
 DELAY = 0.002
-"""Seconds, at most, that `late` makes each piece of work wait."""
+"""The most seconds by which `late` delays each piece of work."""
 _delays: random.Random | None = None
 
 
 @contextmanager
 def late(seed: int) -> Iterator[None]:
-    """Inside, work begins late by a random time: a caller that does not wait for a result computes without it."""
+    """Inside, each piece of work starts after a random delay: a caller that forgets to wait uses stale data."""
     global _delays
     before, _delays = _delays, random.Random(seed)
     try:
@@ -37,7 +37,7 @@ def late(seed: int) -> Iterator[None]:
 
 
 class LaneWork(dist.Work):
-    """What a lane has been given to do. torch's engines, in C++ too, know it as a Work."""
+    """Work that is queued on a lane. torch's engines, including the C++ ones, use it as a `dist.Work`."""
 
     def __init__(self, lane: "Lane", run: "Run", result: list[torch.Tensor]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LaneWork(dist.Work):
         self.done = False
 
     def run(self) -> "LaneWork":
-        """Called by the lane, once. Returns the work that is done now: usually this one."""
+        """Called by the lane, once. Returns the work that this has completed: usually this one."""
         if _delays is not None:
             time.sleep(DELAY * _delays.random())
         finished: LaneWork | None = None
@@ -67,7 +67,7 @@ class LaneWork(dist.Work):
         return finished
 
     def finish(self, error: Exception | None = None) -> None:
-        """What is done stays as it was: a failure of what was run in its name comes too late for it."""
+        """Mark it done, unless it is already: a later failure, while running other work, does not change its result."""
         with self._lane.bookkeeping:
             if not self.done:
                 self._error = error
@@ -126,11 +126,11 @@ class LaneWork(dist.Work):
 
 
 Run = Callable[[], LaneWork | None]
-"""Does the work; returns other work that it has completed instead, or None."""
+"""Runs the work; returns the work that it has completed instead of its own, or None."""
 
 
 def _nothing() -> None:
-    """What is left to do of finished work."""
+    """Takes the place of finished work's function."""
 
 
 class Lane:
@@ -139,9 +139,9 @@ class Lane:
     def __init__(self, name: str) -> None:
         self.name = name
         self.broken: BaseException | None = None
-        """The first failure. What comes after it would wait for ranks that are out of step: it fails at once."""
+        """The first failure. Later work would wait for ranks that are out of step, so it fails at once."""
         self.beside = False
-        """The lane's thread is at work, beside a caller that has other things to do."""
+        """The lane's thread is working, while the caller does something else."""
         self.bookkeeping = threading.Condition(threading.Lock())  # notified when work is done, or the lane is free
         self._waiting: deque[LaneWork] = deque()
         self._busy = False  # a thread works
@@ -153,7 +153,7 @@ class Lane:
             raise RuntimeError(f"{self.name} cannot go on after an earlier failure: {self.broken}") from self.broken
 
     def do(self, run: Callable[..., None], *args: Any) -> None:
-        """Do what is queued, then run(*args), here and now."""
+        """On the calling thread, do what is queued, then run(*args)."""
         finished: list[LaneWork] = []
         self._begin()
         try:
@@ -171,12 +171,12 @@ class Lane:
                 work.complete()
 
     def submit(self, run: Run, result: list[torch.Tensor]) -> LaneWork:
-        """Queue `run`, to be done beside the caller, on the lane's thread."""
+        """Queue `run` for the lane's thread."""
         return self.enqueue(LaneWork(self, run, result))
 
     def enqueue(self, work: LaneWork) -> LaneWork:
         self._waiting.append(work)
-        if threading.current_thread() is self._thread:  # a callback, which may wait for it: no other thread would do it
+        if threading.current_thread() is self._thread:  # a callback may wait for it, and no other thread would run it
             self.work_until(work)
             return work
         if self._thread is None:
@@ -197,7 +197,7 @@ class Lane:
             finished.complete()
 
     def _begin(self, wanted: LaneWork | None = None) -> bool:
-        """Wait for one's turn to work. False if `wanted` is done first: who works now may be waiting for the caller."""
+        """Wait until the lane is free. False if `wanted` is done first: the busy thread may wait for the caller."""
         with self.bookkeeping:
             while self._busy and not (wanted and wanted.done):
                 self.bookkeeping.wait()

@@ -1,8 +1,8 @@
 """The ledger: every collective of a step, with its bytes and when it was issued, waited for and done.
 
-From it come the bytes that `verify` holds against theory, and the exposed communication: the time in which the step
-stood still because it waited. Time is the host's clock on the CPU; on a GPU the marks are events on the streams (issue
-and wait on the one that computes), so what is measured is the stream's wait, without making the host wait too.
+It gives the bytes that `verify` compares with theory, and the exposed communication: the time in which the step was
+stalled by waits. On the CPU time is the host's clock; on a GPU the marks are events on the streams (issue
+and wait on the compute stream), so the stream's wait is measured without making the host wait too.
 """
 
 import time
@@ -40,7 +40,7 @@ def seconds_between(start: Mark, end: Mark) -> float:
 def wire_factor(operation: str, group_size: int) -> float:
     """Bytes that each rank sends per byte of payload, with a bandwidth-optimal algorithm.
 
-    Payload is nccl-tests' S: the whole array that the collective is about, also for all_gather.
+    Payload is nccl-tests' S: the size of the whole array, also for all_gather.
     """
     n = group_size
     share = (n - 1) / n
@@ -74,25 +74,25 @@ class Entry:
     """Payload S in bytes."""
     issued: Mark
     subject: str = ""
-    """Which bucket or block it is about."""
+    """The bucket or block that it carries."""
     wait_started: Mark | None = None
     wait_ended: Mark | None = None
     awaited_later: bool = False
-    """It is in flight when its step ends, beside the next one: there the time counts during which a step waits for it.
+    """It is still in flight when its step ends. The time that a step waits for it counts in the next step, which waits.
     """
     ended: Mark | None = None
     """When the last byte had arrived, where that can be seen; never later than `wait_ended`."""
 
     @property
     def over(self) -> Mark | None:
-        """The first sign that it was done: the transport's, or that the wait for it ended."""
+        """The first sign that it was done: from the transport, or from the end of the wait for it."""
         if isinstance(self.ended, float) and isinstance(self.wait_ended, float):
             return min(self.ended, self.wait_ended)
         return self.ended or self.wait_ended
 
     @property
     def waited_until(self) -> Mark | None:
-        """On a GPU an engine's wait may go over into copies (FSDP2's): it ends when the collective does, if before."""
+        """On a GPU an engine's wait may include the copies that follow (FSDP2's): end it when the collective ended."""
         if isinstance(self.ended, torch.cuda.Event) and isinstance(self.wait_ended, torch.cuda.Event):
             self.wait_ended.synchronize()
             return self.ended if self.ended.elapsed_time(self.wait_ended) > 0 else self.wait_ended
@@ -100,7 +100,7 @@ class Entry:
 
     @property
     def cut(self) -> str:
-        """The axis of the model that it is about, or "data": gradients are also reduced over the ranks of cp."""
+        """The model axis that it belongs to, or "data": gradients are also reduced over the ranks of cp."""
         return self.axis if self.purpose == "activations" or self.axis in ("pp", "tp") else "data"
 
     @property
@@ -112,14 +112,14 @@ MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers", "activations")
 """Traffic that grows with the model or with the batch."""
 
 STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")
-"""What a step waits for. The loss travels too, but only a caller that reads it waits."""
+"""What a step waits for. The loss is reduced too, but only a caller that reads it waits."""
 
 
 @dataclass
 class Traffic:
     """What one rank sent for the model in one step.
 
-    Left out are the step's own few bytes: the counts (16), the loss (16), an agreement (4: local SGD whether to step,
+    The step's own few bytes are left out: the counts (24), the loss (16), an agreement (4: local SGD whether to step,
     DataParallel on GPUs whether a gradient came late), and the norm of sharded gradients (4 or 8).
     """
 
@@ -141,7 +141,7 @@ class Ledger:
     """Still in flight when this step began: they count here as time, and as traffic in the step that issued them."""
     started: Mark | None = None
     sees_ends: bool = False
-    """On a GPU: note also when the collectives of engines that we did not write are over. Else that is always seen."""
+    """On a GPU: also record when collectives of engines that we did not write end. For all others it always is."""
 
     def open(self) -> None:
         """Begin a new step."""
@@ -160,7 +160,7 @@ class Ledger:
         return [e for e in self.entries if e.purpose in purposes]
 
     def traffic(self, axis: str = "") -> Traffic:
-        """Along one of the model's axes, or along the data's ("data"); all together if none is named. Who receives has
+        """Along one of the model's axes, or the data axes ("data"); along all if none is named. A receive counts as
         not sent.
         """
         entries = [e for e in self.of(*MODEL_PURPOSES) if e.operation != "recv"]
@@ -174,19 +174,19 @@ class Ledger:
         return Traffic(len(entries), sum(e.wire_bytes for e in entries), parameters, by_axis)
 
     def exposed_seconds(self, *purposes: str, within: tuple[Mark, Mark] | None = None) -> float:
-        """Time in which the step stood waiting (for these purposes, or any); overlapping waits count once."""
+        """Time in which the step was stalled by waits (for these purposes, or any); overlapping waits count once."""
         waits = [(e.wait_started, e.waited_until) for e in self._timed(*(purposes or STEP_PURPOSES))]
         return self._union(waits, within)
 
     def _timed(self, *purposes: str) -> list[Entry]:
-        """Whose time counts here: what was left in flight for this step to wait for, and not what it leaves."""
+        """Entries whose time counts here: those left in flight by the step before, not those that this step leaves."""
         own = [e for e in self.entries if not e.awaited_later]
         return [e for e in [*self.carried, *own] if e.purpose in purposes]
 
     def busy_seconds(self) -> float | None:
-        """Time in which some communication was in flight. None: the ends of some are not seen.
+        """Time in which some communication was in flight. None: the end of some was not observed.
 
-        The step's own few bytes count as far as it waits for them: 16 bytes that no step waits for hide nothing.
+        The step's own few bytes count only while it waits for them: 16 bytes that no step waits for overlap nothing.
         """
         model = self._timed(*MODEL_PURPOSES)
         if any(entry.over is None for entry in model):
@@ -219,7 +219,7 @@ def active_ledger() -> Ledger | None:
 
 @contextmanager
 def about(subject: str) -> Iterator[None]:
-    """Collectives issued inside say in the ledger which bucket or block they are about."""
+    """Collectives issued inside are recorded with this bucket or block as their subject."""
     global _subject
     before, _subject = _subject, subject
     try:
@@ -230,7 +230,7 @@ def about(subject: str) -> Iterator[None]:
 
 @contextmanager
 def standing_still() -> Iterator[None]:
-    """Nothing is left to compute: what is issued inside is waited for from then on, not from the call of `wait`."""
+    """Nothing is left to compute: the wait for what is issued inside starts when it is issued, not at `wait`."""
     global _standing_still
     before, _standing_still = _standing_still, True
     try:

@@ -1,12 +1,12 @@
-"""Watching engines that we did not write: each collective is noted and passed on.
+"""Observes engines that we did not write: each collective is recorded in the ledger and passed on.
 
-    ObservedGroup   a process group written in Python, which passes every call on to the real one: for DDP, which takes
-                    any, and by `observed_group` for DTensor's meshes and torch's pipelines
+    ObservedGroup   a process group written in Python that forwards every call to the real one: for DDP, which accepts
+                    any, and through `observed_group` for DTensor's meshes and torch's pipelines
     observed        around a collective that an engine lets us issue for it (FSDP2), done when the call returns: for the
                     host, or on a GPU for the engine's stream
-    note_calls      on an object of which an engine calls methods that communicate (DeepSpeed)
+    note_calls      wraps the methods of an object through which an engine communicates (DeepSpeed)
 
-The engine runs its own code at its own speed; only the ledger knows.
+The engine runs unchanged, at full speed.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ class ObservedGroup(dist.ProcessGroup):
     """Delegates to a group's own process group, noting what is issued and how long it is waited for."""
 
     def __init__(self, group: Group, purpose: str, sees_waits: bool = True) -> None:
-        """`purpose`: of the engine's collectives, which do not say what they are for. `sees_waits`: the stream that
-        waits for one is the stream that computes.
+        """`purpose`: what the ledger files the engine's collectives under. `sees_waits`: whether the stream that
+        waits for them is the compute stream.
         """
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self.group, self.inner, self.purpose, self.sees_waits = group, group.native, purpose, sees_waits
@@ -82,7 +82,7 @@ class ObservedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return NAME
 
-    # What torch asks a group that it has made: it sets the name of its C++ half, which a subclass does not have.
+    # What torch calls on a group that it has made: it sets the name on the C++ part, which a Python subclass lacks.
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -104,7 +104,7 @@ class ObservedGroup(dist.ProcessGroup):
 
 
 class ObservedWork(dist.Work):
-    """A collective in flight: each wait for it, also from C++, is seen."""
+    """A collective in flight: every wait for it is recorded, also one from C++."""
 
     def __init__(self, inner: dist.Work, entry: Entry, clock: torch.device) -> None:
         super().__init__()
@@ -129,12 +129,12 @@ def total_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 NAME = "observed"
-"""Of the backend, as torch knows it."""
+"""The name under which torch registers the backend."""
 
 
 def observed_group(group: Group, purpose: str = "activations", sees_waits: bool = True) -> dist.ProcessGroup:
-    """The same ranks as a group whose collectives are noted, for engines that find groups by their names: DTensor's
-    meshes, `torch.distributed.pipelining`. Every rank of it must ask.
+    """A group of the same ranks whose collectives are recorded, for engines that look groups up by name: DTensor's
+    meshes, `torch.distributed.pipelining`. Every rank of the group must call it.
     """
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _make_observed, extended_api=True, devices=["cpu", "cuda"])
@@ -148,7 +148,7 @@ def _make_observed(_: Any, options: Any) -> ObservedGroup:
 
 
 class GroupOfDDP(ObservedGroup):
-    """For DDP, which takes the object itself, waits in C++, out of sight, and asks for its gradients' futures."""
+    """For DDP, which takes the Python object, waits in C++ where we cannot see it, and asks for gradients' futures."""
 
     def __init__(self, group: Group, broadcasts: str) -> None:
         """`broadcasts`: the purpose of its broadcasts."""
@@ -169,10 +169,10 @@ class GroupOfDDP(ObservedGroup):
         return work
 
     def waits_until_now(self, device: torch.device) -> None:
-        """Close the books on a backward pass that has just returned.
+        """Fill in the wait times of a backward pass that has just returned.
 
-        The engine launches a collective as soon as its gradients are there and waits for all at the end of backward:
-        from the last launch on there is nothing left to compute, and the rest of backward is exposed.
+        DDP issues each collective as soon as its bucket is ready, and waits for all of them at the end of backward:
+        after the last one is issued there is nothing left to compute, and the rest of backward is exposed.
         """
         ends = [entry.ended for entry in self._open if isinstance(entry.ended, float)]
         seen = ends and len(ends) == len(self._open)
@@ -202,7 +202,7 @@ Watched = dict[str, tuple[str, str, int]]
 
 
 def note_calls(target: Any, watched: Watched, axis: str) -> None:
-    """Have these methods of `target` write themselves into the ledger; asked for again, it does nothing."""
+    """Make these methods of `target` record themselves in the ledger; a second call does nothing."""
     if getattr(target, "noted_by_lockstep", False):
         return
     target.noted_by_lockstep = True

@@ -27,7 +27,7 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 
 def reduction(reduce_op: Any, dtype: torch.dtype) -> tuple[Combine, bool]:
-    """How to combine, and whether to divide the result by the number of ranks. Refuses what cannot be."""
+    """How to combine, and whether to divide the result by the number of ranks. Raises for what is not supported."""
     return _reduction(reduce_op if isinstance(reduce_op, Op) else reduce_op.op, dtype)
 
 

@@ -1,11 +1,11 @@
-"""On a GPU, communication goes onto a stream of its own, beside the one that computes.
+"""On a GPU, communication runs on a separate stream, concurrently with the compute stream.
 
     compute         ──── mark ─── kernels ─── kernels ─── wait ───
                           ╲                              ╱
     communication          ╰──── collective ──── ended ─╯
 
-There is one such stream for each group of ranks: collectives of a group run one after the other, those of two groups
-need not. We put NCCL's kernels there ourselves, rather than have it use a stream of its own, so that an event behind
+There is one such stream for each process group: collectives of one group run in order, those of two groups need not.
+We enqueue NCCL's kernels there ourselves, instead of letting NCCL use its internal stream, so that an event after
 them records when they were done; an observer on a third stream could hold up the other two.
 """
 
@@ -20,9 +20,9 @@ _streams: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = weak
 
 
 class StreamWork(dist.Work):
-    """Done when what was put on a stream up to now is; waiting makes the current stream wait, not the host.
+    """Done when everything enqueued on a stream so far is done; `wait` makes the current stream wait, not the host.
 
-    Until then it keeps what holds the tensors: memory that is freed may be given to the next kernels of a stream that
+    Until then it keeps the tensors alive: memory that is freed could be reused by the next kernels of a stream that
     has not waited.
     """
 
@@ -38,11 +38,11 @@ class StreamWork(dist.Work):
 
 
 def on_its_stream(group: dist.ProcessGroup | None, device: torch.device, communicate: Callable[[], Any]) -> StreamWork:
-    """Have it done on the group's stream, when what the current one has been given up to now is done."""
+    """Run `communicate` on the group's stream, after everything enqueued on the current stream so far."""
     group = group or dist.group.WORLD
     assert group is not None
     if group not in _streams:
-        _streams[group] = torch.cuda.Stream(device, priority=-1)  # a few small programs, let in before compute's many
+        _streams[group] = torch.cuda.Stream(device, priority=-1)  # a few small kernels, scheduled before compute's many
     stream = _streams[group]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

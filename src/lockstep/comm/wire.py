@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TAG = 1_000_003
-"""Keeps our messages apart from the user's own on the same group. (NCCL knows no tags: there, do not mix them.)"""
+"""Separates our messages from the user's on the same group. (NCCL has no tags: do not mix them there.)"""
 
 Transfer = tuple[Tensor, int]
 """A tensor, and the rank that it goes to or comes from."""
@@ -42,8 +42,8 @@ T = TypeVar("T")
 class Wire:
     """Some ranks of a process group, numbered from 0 among themselves, joined by send and receive.
 
-    `delay`: seconds that each call waits before it sends anything, as a slow network would. It is there to check
-    that a benchmark shows what is known to be there.
+    `delay`: seconds that each call waits before it sends anything, to imitate a slow network. It is used to check
+    that a benchmark shows a delay of known size.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, ranks: list[int] | None = None, delay: float = 0.0):
@@ -57,16 +57,16 @@ class Wire:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors must lie that the group's send and receive take."""
+        """The device on which the group's send and receive need their tensors."""
         if moves_cuda(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     @property
     def ranks_per_node(self) -> int:
-        """As the launcher says; ranks of a node are neighbours. On nodes of different sizes, the largest.
+        """From the launcher; ranks of one node have consecutive numbers. If nodes differ in size, the largest.
 
-        The first question is asked by all ranks together: they must agree, or they would build different trees.
+        The first access is a collective: ranks must agree on it, or they would build different trees.
         """
         return _ranks_per_node.get(self, self._agree_on_ranks_per_node)
 
@@ -78,11 +78,11 @@ class Wire:
         return min(self.size, int(torch.cat([mine, *theirs]).max()))
 
     def among(self, ranks: list[int]) -> "Wire":
-        """The wire between some of this wire's ranks, of which this rank must be one."""
+        """A wire between some of this wire's ranks, including this one."""
         return Wire(self.group, [self.ranks[rank] for rank in ranks], self.delay)
 
     def exchange(self, send: Sequence[Transfer] = (), receive: Sequence[Transfer] = ()) -> Messages:
-        """Begin to send and receive, all at once: one after the other, two ranks that send first would both wait.
+        """Issue all sends and receives at once: in sequence, two ranks that both send first would deadlock.
 
         Both ends know the length, so nothing is sent for an empty tensor.
         """
@@ -104,7 +104,7 @@ class Wire:
 
 
 class PerWire(Generic[T]):
-    """What is found out once about the ranks of a wire, and forgotten with their group."""
+    """A value that is computed once per wire, and dropped with its process group."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], T]]

@@ -1,7 +1,7 @@
 """The mechanisms by hand, a folder each: data, zero, tensor, pipeline, context. Usable in a user's own loop.
 
 Begin with `data/data_parallel.py`, `zero/fully_sharded.py`, `tensor/parallel_linear.py`, `pipeline/schedule.py` and
-`context/context_parallel.py`. `gradient_norm.py`, `holding.py` and `guards.py` are about all of them.
+`context/context_parallel.py`. `gradient_norm.py`, `holding.py` and `guards.py` serve all of them.
 """
 
 from typing import TYPE_CHECKING
@@ -69,4 +69,4 @@ _HOMES = {
 
 
 __getattr__ = lazily(__name__, _HOMES)
-"""A schedule is drawn and planned with without torch."""
+"""Lazy, so that schedules can be drawn and used for planning without torch."""

@@ -1,10 +1,10 @@
-"""Which elements of a model a rank counts, where ranks hold the same ones: each element once, by the first rank that
-holds it. The norm of the gradient and checkpoints ask.
+"""Which elements of a model a rank counts, where several ranks hold the same ones: each element is counted once, by the
+first rank that holds it. Used for the norm of the gradient and for checkpoints.
 
-Regions of all ranks would be N x P objects on each of N ranks. What is gathered instead are four numbers a parameter:
-hashes of its name and of its region, how many elements the rank holds, and how many there are. They say which ranks
-hold the same region, and whether regions overlap without being the same (heads of keys that tensor-parallel ranks
-share); only of parameters where some do are the regions themselves gathered.
+To gather all regions would put N x P objects on each of N ranks. Instead, four numbers per parameter are gathered:
+hashes of its name and of its region, how many elements the rank holds, and how many there are. They show which ranks
+hold the same region, and whether regions overlap without being equal (key heads that several tensor-parallel ranks
+share); the regions themselves are gathered only for parameters where some overlap.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ PADDING = -1
 
 @dataclass
 class Counted:
-    """What one rank counts of what it holds."""
+    """The part of what one rank holds that it counts."""
 
     boxes: dict[str, tuple[Box, ...]]
-    """Of each parameter: empty where ranks before this one hold all of it."""
+    """Boxes of each parameter: empty where ranks before this one hold all of it."""
     overlapping: set[str]
     """Parameters of which some ranks' regions overlap without being the same."""
     everywhere: bool
@@ -62,7 +62,7 @@ def hash_of(text: str) -> int:
 
 
 def gather_rows(mine: np.ndarray, group: Group, device: torch.device) -> np.ndarray:
-    """(ranks, most rows of a rank, columns)."""
+    """All ranks' rows, padded: (ranks, most rows of a rank, columns)."""
     place = flag_device(group, device)
     most = torch.tensor([len(mine)], device=place)
     most = all_reduce(most, torch.distributed.ReduceOp.MAX, group, purpose="regions")
@@ -72,7 +72,7 @@ def gather_rows(mine: np.ndarray, group: Group, device: torch.device) -> np.ndar
 
 
 def overlapping_names(table: np.ndarray) -> set[int]:
-    """Hashes of names whose different regions have more elements together than there are."""
+    """Hashes of names whose distinct regions add up to more elements than the tensor has."""
     rows = table.reshape(-1, table.shape[-1])
     rows = rows[rows[:, NAME] != PADDING]
     _, first = np.unique(rows[:, REGION], return_index=True)

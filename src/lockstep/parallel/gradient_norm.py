@@ -1,8 +1,8 @@
 """The norm of the whole model's gradient, each element once, and clipping by it: in any loop, under any wrapper.
 
-What stands in `p.grad` on a rank is all of the gradient (data parallelism), a piece of it (ZeRO), a part (tensor
-parallelism) or some layers' (a pipeline). Which, the regions say. Where every rank holds everything, the norm is known
-without a message. Else the first rank that holds an element counts it: it adds up the powers of those, and the sums are
+On a rank, `p.grad` is all of the gradient (data parallelism), a piece of it (ZeRO), a slice of it (tensor
+parallelism) or that of some layers (a pipeline); the regions describe which. If every rank holds everything, the norm
+needs no communication. Else the first rank that holds an element counts it: it sums powers of those, and the sums are
 all-reduced.
 """
 
@@ -25,15 +25,15 @@ from lockstep.parallel.holding import Holder, trained_by
 
 
 class Gradients:
-    """Of what this rank trains, with what the other ranks of `group` have of the same model."""
+    """Gradients of this rank's trained parameters, part of one model that the ranks of `group` hold together."""
 
     def __init__(self, trained: Mapping[str, Held], group: Group, device: torch.device) -> None:
         self.trained, self.group, self.device = trained, group, device
 
     @cached_property
     def _known(self) -> tuple[list[tuple[Held, tuple[Box, ...]]], list[Held], bool]:
-        """(of what this rank counts, the boxes; what other ranks count for it, or part of that; whether all ranks hold
-        everything). All ranks find it out together.
+        """(what this rank counts, with its boxes; what earlier ranks count, all or in part; whether all ranks hold
+        everything). The first access is a collective.
         """
         counted = count_once({name: held.region for name, held in self.trained.items()}, self.group, self.device)
         mine = [(self.trained[name], boxes) for name, boxes in counted.boxes.items() if boxes]
@@ -45,7 +45,7 @@ class Gradients:
         return [g for held in self.trained.values() if (g := gradient_of(held.parameter)) is not None]
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Of the whole model's gradient; not finite, if a copy that is not counted is not."""
+        """The norm of the whole model's gradient; not finite also if only a copy that is not counted is not finite."""
         counted, copies, everywhere = self._known
         if everywhere:
             return nn.utils.get_total_norm(self.tensors(), norm_type).to(self.device)
@@ -78,7 +78,7 @@ def gradient_parts(held: Held, boxes: tuple[Box, ...]) -> list[Tensor]:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Its numbers: of a DTensor this rank's, of a sparse one those of the rows that it has, each row once."""
+    """The gradient's values: of a DTensor the local shard, of a sparse gradient the coalesced values."""
     if parameter.grad is None:
         return None
     if parameter.grad.is_sparse:
@@ -90,7 +90,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 # ---- in the user's own loop ----------------------------------------------------------------------------------------
 
 _known: weakref.WeakKeyDictionary[Any, tuple[list[Any], Gradients]] = weakref.WeakKeyDictionary()
-"""Of each model that was clipped: who holds what does not change."""
+"""Cached per model that was clipped: which rank holds what does not change."""
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     process_group: GroupLike = None,
 ) -> Tensor:
-    """Scale the gradients so that the norm of the whole model's is at most `max_norm`, whatever a rank holds of it.
+    """Scale the gradients so that the whole model's gradient norm is at most `max_norm`, however it is sharded.
 
         model(inputs).sum().backward()
         norm = lockstep.clip_grad_norm_(model, 1.0)

@@ -1,8 +1,8 @@
-"""What torch's own functions would do in silence with parameters of which a rank has only a part: here it is an error.
+"""Errors where torch's functions would silently do the wrong thing with parameters that a rank holds only in part.
 
-`torch.nn.utils.clip_grad_norm_` takes the norm of what stands in `p.grad`: nothing under ZeRO-1 and 2, a piece under
-ZeRO-3, a part under tensor and pipeline parallelism. An optimizer that looks at a whole matrix (Muon) takes a piece for
-one. The wrappers mark the parameters they spread; the marks are looked for where torch is given the parameters.
+`torch.nn.utils.clip_grad_norm_` takes the norm of `p.grad`, which is None under ZeRO-1 and 2, a piece under
+ZeRO-3, and a part under tensor and pipeline parallelism. An optimizer that needs whole matrices (Muon) would take a
+piece for one. The wrappers mark the parameters that they spread, and these guards of torch's functions check the marks.
 """
 
 import weakref
@@ -18,12 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.errors import UserError
 
 WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-"""They look at more than one element at a time."""
+"""Their update of an element depends on other elements."""
 
 
 def mark_spread(parameters: Iterable[nn.Parameter], by: str | nn.Module, pieces: bool = False) -> None:
-    """Say that this rank's gradients of these are not the whole model's: for as long as there is the wrapper `by`, or,
-    by a name, for good. `pieces`: nor are the tensors matrices.
+    """Mark parameters whose gradients on this rank are not the whole model's: as long as the wrapper `by` exists, or
+    forever, if `by` is a name. `pieces`: the parameters are flat pieces, not matrices.
     """
     for parameter in parameters:
         parameter.spread_by = by if isinstance(by, str) else weakref.ref(by)  # type: ignore[attr-defined]
@@ -32,7 +32,7 @@ def mark_spread(parameters: Iterable[nn.Parameter], by: str | nn.Module, pieces:
 
 
 def spread_by(parameters: Any) -> str | None:
-    """What has spread one of them over the ranks."""
+    """The name of what has spread one of them over the ranks; None: nothing has."""
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         by = getattr(parameter, "spread_by", None)
         if isinstance(by, str):
@@ -43,7 +43,7 @@ def spread_by(parameters: Any) -> str | None:
 
 
 def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, for parameters that a rank has whole."""
+    """`function`, which then refuses parameters that are spread over the ranks."""
 
     @wraps(function)
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +66,8 @@ def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guard_torch() -> None:
-    """Once. `clip_grad_norm_` looks up `_clip_grads_with_norm_` when it is called, so the guard is met however and
-    whenever it was imported; `clip_grad_value_` has nothing of the kind, and is replaced where torch offers it.
+    """Once. `clip_grad_norm_` looks up `_clip_grads_with_norm_` when it is called, so the guard works however and
+    whenever it was imported; `clip_grad_value_` calls no such helper, and is replaced in torch's modules.
     """
     if hasattr(clip_grad._clip_grads_with_norm_, "guards_spread"):
         return
@@ -79,7 +79,7 @@ def _guard_torch() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Of every optimizer in the process, before its step."""
+    """Runs before the step of every optimizer in the process."""
     if type(optimizer).__name__ not in WHOLE_TENSOR_OPTIMIZERS:
         return
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

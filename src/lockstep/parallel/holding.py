@@ -1,6 +1,6 @@
 """What this rank holds and trains of a model in the user's own loop: plain, cut, or in any of the wrappers.
 
-By the names of the whole model, so that ranks can compare: checkpoints and the norm of the gradient derive from it.
+Keyed by names in the whole model, so that ranks can compare: checkpoints and the norm of the gradient derive from it.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from lockstep.layout.region import Held, region_of
 
 
 class Holder:
-    """What every wrapper says of its model. Plain and cut models, and PyTorch's own wrappers, need not."""
+    """What every wrapper of ours reports about its model. Plain and cut models, and PyTorch's wrappers, need not."""
 
     module: nn.Module
 
@@ -30,7 +30,7 @@ def held_in(module: nn.Module) -> dict[str, Held]:
 
 
 def unwrapped(model: Any) -> nn.Module:
-    """What a wrapper is around; a model's own part may be called `module` too."""
+    """The module inside a wrapper. Checked by type, as a plain model may have a submodule called `module` too."""
     found: nn.Module = model.module if isinstance(model, Holder | DistributedDataParallel) else model
     return found
 

@@ -43,7 +43,7 @@ NOTHING = Sent()
 
 
 def added(laws: Iterable[Sent | None]) -> Sent | None:
-    """Of several axes together; None where one of them has no closed form."""
+    """The sum of several axes; None where one of them has no closed form."""
     total = NOTHING
     for law in laws:
         if law is None:

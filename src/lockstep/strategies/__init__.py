@@ -1,4 +1,4 @@
-"""How one training step is spread over the ranks: engines by hand and native, behind one face.
+"""How one training step is spread over the ranks: engines by hand and native, behind one interface.
 
 `parallelize(model, layout, options)` gives a `ParallelModel`; `STRATEGIES` is the table of all engines.
 """

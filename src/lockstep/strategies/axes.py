@@ -14,7 +14,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cp": {"ring": {"attention": "ring"}, "ulysses": {"attention": "ulysses"}},
     "tp": {"sequence": {"sequence": True}, "keep_gathered": {"keep_gathered": True}},
 }
-"""Axis -> what may stand after its degree, and what that sets."""
+"""Axis -> the options that may follow its degree, and the fields that they set."""
 MODEL_AXES = ("pp", "cp", "tp")
 NATIVE, NATIVE_AXES = "native", ("pp", "cp", "tp")
 """After an axis of the model: cut by PyTorch's own means."""

@@ -10,7 +10,7 @@ from lockstep.strategies.engine import Engine
 
 
 class ByHand(Engine):
-    """Gradients are reduced in the last micro-batch; a subclass that reduces each one's says so in `synchronize`."""
+    """Gradients are reduced in the last micro-batch; a subclass that reduces in each overrides `synchronize`."""
 
     module: GradientWrapper
 

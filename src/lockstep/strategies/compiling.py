@@ -1,10 +1,10 @@
 """torch.compile, as the config asks for it.
 
-Nothing is tuned at the start: neither other forms of the fused kernels nor other matrix products than cuBLAS's made the
-steps of GPT-2 faster. CUDA graphs are not made: the host is ahead of the device as it is, and they would move the
-gradients that hooks have taken hold of.
+There is no autotuning: neither other forms of the fused kernels nor other matrix products than cuBLAS's made the
+steps of GPT-2 faster. CUDA graphs are not used: the host runs ahead of the device anyway, and they would move the
+gradients that hooks refer to.
 
-Evaluation compiles no graphs of its own, for its mode and batch size: what no compiled graph fits runs eagerly. Only
+Evaluation compiles no graphs for its own mode and batch size: without a matching graph it runs eagerly. Only
 the loss is compiled for it too, as eagerly it would hold several copies of the logits.
 """
 
@@ -37,7 +37,7 @@ def compile_model(model: nn.Module, options: Options) -> None:
 
 
 def compile_blocks(model: nn.Module, options: Options) -> None:
-    """Inside the blocks, so that hooks stay outside: gradients leave, and weights come, block by block."""
+    """Compile inside the blocks, so that hooks stay outside: they reduce gradients, and gather weights, per block."""
     if options.compile == "none":
         return
     blocks = blocks_of(model)
@@ -56,7 +56,7 @@ def only_compiled_graphs(options: Options) -> AbstractContextManager[Any]:
 
 
 def seconds_compiling() -> float:
-    """That this process has spent on compiling; PyTorch keeps count, under a private name."""
+    """Seconds that this process has spent on compiling; PyTorch counts them, under a private name."""
     if "torch._dynamo.utils" not in sys.modules:
         return 0.0
     count: Any = getattr(sys.modules["torch._dynamo.utils"], "calculate_time_spent", dict)

@@ -17,7 +17,7 @@ from lockstep.strategies.facts import Facts
 from lockstep.strategies.model_sizes import ModelSizes
 
 DEFAULT_BUCKET_MB = 25.0
-"""Left to PyTorch where it is its default: only then does it make its first bucket smaller."""
+"""Not passed to DDP, as it is the default: only without a value does DDP make its first bucket smaller."""
 
 
 class DDP(Engine):
@@ -40,7 +40,7 @@ class DDP(Engine):
         self.model = self.module = stage
         self.group: GroupOfDDP | None = None
         self._missing: set[Tensor] = set()
-        """In a pipeline: whose gradients the pass that reduces has not made."""
+        """In a pipeline: parameters that the pass that reduces has given no gradient."""
         self.optimizer = self.options.make_optimizer(self.trainable())
         if self.layout.gradient.size == 1 or not self.trainable():
             return
@@ -66,7 +66,7 @@ class DDP(Engine):
     def reduce_in_backward(
         self, complete: Collection[Tensor], pending: Collection[Tensor] | None
     ) -> AbstractContextManager[None]:
-        """Where one pass adds to all gradients, DDP reduces in it. Its forward, which would have prepared for that, was
+        """Where one pass adds to all gradients, DDP reduces in it. Its forward, which else prepares the reducer, was
         under `no_sync`; the reducer has no public name (torch's own pipeline stages call it too).
         """
         adds_to = complete if pending is None else pending
@@ -77,8 +77,8 @@ class DDP(Engine):
         return self.accumulate()
 
     def reduce_rest(self) -> None:
-        """DDP reduces in a backward that every parameter has a part in: here is one, that adds nothing; after one in
-        which some had no part, it is of those.
+        """DDP reduces in a backward that reaches every parameter: run one that adds zeros; if the reducing pass has
+        missed some parameters, run it for those.
         """
         if isinstance(self.module, DistributedDataParallel) and not self._reduced_in_backward:
             self.module(SYNCHRONIZE).backward()

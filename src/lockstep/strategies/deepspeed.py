@@ -212,7 +212,7 @@ class DeepSpeedWorker(Worker):
 
 
 class DeepSpeedState:
-    """It gives whole tensors only: all ranks gather them one by one, and the first keeps them."""
+    """DeepSpeed exposes whole tensors only: all ranks gather them one by one, and the first keeps them."""
 
     def __init__(self, engine: DeepSpeed) -> None:
         self.engine, self.world, self.options = engine, engine.layout.world, engine.options
@@ -328,15 +328,15 @@ def import_deepspeed() -> Any:
     except ImportError as error:
         raise UserError(f"parallel.data deepspeed needs DeepSpeed ({error}): {INSTALL}") from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Its own all-reduce for CPU ranks is compiled at the first use, for a minute, and leaves buffers in /dev/shm for
-    # good. Without it, it uses the process group's.
+    # Its own all-reduce for CPU ranks takes a minute to compile at first use, and leaves buffers in /dev/shm
+    # forever. Without it, DeepSpeed uses the process group's.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     refuse_stale_locks()
     return deepspeed
 
 
 def refuse_stale_locks() -> None:
-    """It compiles parts of itself under a lock that is a mere file; it would wait forever for one of a killed build."""
+    """DeepSpeed compiles its kernels under a lock file, and would wait forever for one that a killed build has left."""
     from torch.utils.cpp_extension import get_default_build_root  # slow to import
 
     folder = os.environ.get("TORCH_EXTENSIONS_DIR")

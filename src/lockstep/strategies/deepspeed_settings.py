@@ -39,7 +39,7 @@ def deepspeed_settings(parallel: Parallel, options: Options) -> dict[str, Any]:
     check_offload(zero)
     return {
         **settings,
-        # Micro-batches may differ in size here, and are weighted by us: to DeepSpeed each is one of these many.
+        # Micro-batches may differ in size here, and are weighted by us: DeepSpeed only counts them.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": options.accumulation,
         "gradient_clipping": options.clip_norm or 0.0,

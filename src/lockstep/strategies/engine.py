@@ -1,9 +1,9 @@
 """An engine: how gradients are reduced, and shards gathered, over the data axes, for one stage of the model.
 
-It wraps the stage, says for each micro-batch whether gradients are reduced, finishes them, and says which region of
-which parameter this rank holds. What is true of an engine before anything runs (along which axis its ranks lie, what it
-can be combined with, whether it is exact, its traffic in closed form, what to try when it is slow) stands on its class.
-So a new one is one file and one row of `STRATEGIES`.
+It wraps the stage, controls in which micro-batches gradients are reduced, waits for them, and reports which region of
+which parameter this rank holds. What is known of an engine before anything runs (the axis of its ranks, what it
+can be combined with, whether it is exact, its traffic in closed form, what to try when it is slow) is on its class.
+So a new engine is one file and one row of `STRATEGIES`.
 """
 
 from abc import ABC, abstractmethod
@@ -47,19 +47,19 @@ class Engine(ABC):
     model_axes: ClassVar[tuple[str, ...]] = ("pp", "cp", "tp")
     """Axes that cut the model itself, with which it can be combined."""
     takes_compression: ClassVar[bool] = False
-    """And an all-reduce algorithm."""
+    """It takes gradient compression, and an all-reduce algorithm."""
     shardings: ClassVar[tuple[str, ...]] = ("FULL_SHARD",)
     offloads: ClassVar[tuple[str, ...]] = ()
     offloads_from_cpu: ClassVar[bool] = False
     """It offloads also where ranks compute on the CPU."""
     native_axes: ClassVar[tuple[str, ...]] = ("cp",)
-    """Axes that PyTorch may cut: its engine knows DTensors, or need not."""
+    """Axes that PyTorch may cut: the engine supports DTensors, or does not need to."""
     takes_user_config: ClassVar[bool] = False
     """It reads `parallel.deepspeed_config`."""
     package: ClassVar[str | None] = None
-    """That must be installed."""
+    """A package that must be installed."""
     verified_in: ClassVar[str | None] = None
-    """A precision that it is verified in, if it cannot be any other."""
+    """The precision that it is verified in, if it cannot be verified in any other."""
     fills_parts: ClassVar[bool] = False
     """It takes a model on the meta device, and gives memory only to what this rank holds of it."""
     sends_after_step: ClassVar[bool] = False
@@ -93,7 +93,7 @@ class Engine(ABC):
 
     @classmethod
     def degrees(cls, parallel: Parallel, ranks: int) -> Degrees:
-        """How `ranks`, what the axes of the model leave, lie along the data axes; what `parallel` leaves open goes to
+        """How the `ranks` that model axes leave are split over the data axes; what `parallel` leaves open goes to
         this engine's axis.
         """
         if cls.axis == "shard" and (parallel.replicate or 1) != 1:
@@ -116,7 +116,7 @@ class Engine(ABC):
 
     @classmethod
     def tied_elements(cls, shape: Shape, rank: int, ranks: int) -> int:
-        """Of a tied weight's gradient, how many a data rank of a pipeline's stage sends to the other stage."""
+        """How many elements of a tied weight's gradient a data rank of a pipeline's stage sends to the other stage."""
         return prod(shape)
 
     # ---- one stage ---------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Engine(ABC):
     casts = False
     """It computes in the right precision by itself: no autocast."""
     host_decides = False
-    """It has something of its own to do at a skipped step, so the host must know of it at once."""
+    """It has work to do at a skipped step, so the host must learn of the skip at once."""
     shows_local_gradients: ClassVar[bool] = True
     """`local_gradients` has some."""
     reshards_micro_batches: ClassVar[bool] = False
@@ -141,7 +141,7 @@ class Engine(ABC):
     else before.
     """
     scales_loss = False
-    """fp16's loss scale is its own, and so are the steps that it skips to find it."""
+    """It manages fp16's loss scale itself, and skips steps to find it."""
 
     def __init__(self, layout: Layout, options: Options) -> None:
         self.layout, self.options, self.parallel = layout, options, options.parallel
@@ -181,7 +181,7 @@ class Engine(ABC):
         self, complete: Collection[Tensor], pending: Collection[Tensor] | None
     ) -> AbstractContextManager[None]:
         """Around the last pass of a pipeline's step that adds to the gradients of `complete`: an engine that overlaps
-        reduces them as soon as they are there. `pending`: those of them to which a weight pass adds; None: a backward
+        reduces them as soon as they are ready. `pending`: those of them that a weight pass adds to; None: a backward
         pass, which adds to all of them.
         """
         return self.accumulate()
@@ -191,7 +191,7 @@ class Engine(ABC):
         self.finish_gradients()
 
     def accumulated_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """What a stage's passes have added up, or zeros; reduced already where the engine `sums_tied_last`."""
+        """The gradient accumulated by a stage's passes, or zeros; already reduced if the engine `sums_tied_last`."""
         return gradient_or_zeros(parameter)
 
     def release(self) -> None:
@@ -220,7 +220,7 @@ class Engine(ABC):
     # ---- what this rank holds ----------------------------------------------------------------------------------
 
     def held(self) -> dict[str, Held]:
-        """Of every parameter, under its first name. Every rank must ask together."""
+        """What this rank holds of every parameter, under its first name. All ranks must call it together."""
         self.settle()
         return {name: Held(p, region_of(p)) for name, p in self.model.named_parameters()}
 
@@ -229,7 +229,7 @@ class Engine(ABC):
         return {name: held for name, held in self.held().items() if held.parameter.requires_grad}
 
     def gradients(self) -> dict[str, Held]:
-        """Of the global batch, for looking at; parameters without one are left out. Every rank must ask together."""
+        """Of the global batch, for inspection; parameters without one are left out. All ranks must call it together."""
         with_one = {name: held for name, held in self.trained().items() if held.parameter.grad is not None}
         return {name: Held(h.parameter.grad.to_dense(), h.region) for name, h in with_one.items()}  # type: ignore
 
@@ -238,15 +238,15 @@ class Engine(ABC):
         yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
 
     def gradient_buffers(self) -> list[Tensor]:
-        """In which gradients of several buckets or blocks are reduced in turn, where they are not held whole."""
+        """Buffers in which several buckets or blocks reduce gradients in turn, where these are not held in full."""
         return []
 
     def gathers_for(self, module: nn.Module) -> set[str]:
-        """What the ledger calls the all-gathers that are in flight between steps and that `module` must wait for."""
+        """The ledger's subjects of all-gathers that are in flight between steps and that `module` must wait for."""
         return set()
 
     def gathered_bytes(self) -> int:
-        """Memory of parameters at this moment that belong to other ranks, where an engine shards them."""
+        """Memory of unsharded parameters at this moment, where an engine shards them."""
         return 0
 
     def gathered_sizes(self) -> tuple[int, list[int]]:
@@ -270,12 +270,12 @@ class Engine(ABC):
         """The opposite of `local_state`."""
 
     def after_load(self) -> None:
-        """What this rank holds has been written to from a checkpoint."""
+        """A checkpoint has been loaded into what this rank holds."""
 
     # ---- what executes and saves it ----------------------------------------------------------------------------
 
     def custom_worker(self, cut: Cut) -> "Worker | None":
-        """What executes its steps, where it owns them; None: a schedule is executed."""
+        """A custom worker, if the engine runs its own steps; None: the ordinary worker executes a schedule."""
         return None
 
     def make_state(self) -> "EngineState":

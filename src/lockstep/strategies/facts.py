@@ -31,11 +31,11 @@ class Facts:
     divides: tuple[bool, bool, bool] = (False, False, False)
     """Whether each rank holds one n-th of parameters, of gradients, of the optimizer's state."""
     law: Law | None = None
-    """What it is held to where it is not equal to one process."""
+    """What `verify` checks instead, where it is not equal to one process."""
     overlaps: bool = True
     """Communication is issued while forward or backward still computes."""
     averages_every: int = 1
-    """Steps after which all has happened that happens in some steps only."""
+    """After this many steps, everything that happens only in some steps has happened."""
     sends_every_micro_batch: bool = False
     """Gradients of each micro-batch are reduced at once; else once per step."""
     advice: tuple[str, ...] = ()

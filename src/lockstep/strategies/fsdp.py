@@ -33,7 +33,7 @@ from lockstep.strategies.state import first_names
 
 
 class FSDP(Engine):
-    """`fully_shard` on every block and on the model, by the sharding strategy's name that people know:
+    """`fully_shard` on every block and on the model, selected by the names of FSDP1's sharding strategies:
 
     FULL_SHARD      parameters, gradients and optimizer state; parameters are resharded after forward
     SHARD_GRAD_OP   the same, but parameters stay whole from forward to backward (ZeRO-2's traffic)
@@ -103,7 +103,7 @@ class FSDP(Engine):
         self.model = self.module = stage
         self._complete: set[Tensor] = set()
         self.cuts = {name: region_of(p) for name, p in stage.named_parameters()}
-        """What other axes have left of each parameter: `fully_shard` makes new ones, of that."""
+        """Each parameter's region after other axes have cut it: `fully_shard` makes new parameters from that."""
         on_meta = any(p.device.type == "meta" for p in stage.parameters())
         if not on_meta:
             broadcast_module(stage, self.layout.gradient)  # fully_shard takes each rank's own weights
@@ -137,12 +137,12 @@ class FSDP(Engine):
         fully_shard(stage, reshard_after_forward=False, mp_policy=policy, **options)
         for name, module in sharded_modules(stage):
             observe(module, name or OUTSIDE, self.layout.world.device)
-            if self.layout.world.device.type == "cpu":  # gloo's average has summed
+            if self.layout.world.device.type == "cpu":  # gloo's AVG has returned sums
                 module.set_force_sum_reduction_for_comms(True)
 
     @property
     def _keeps_unsharded(self) -> bool:
-        """In a pipeline: parameters and gradients of a block, until the last pass that adds to its gradients."""
+        """In a pipeline: a block stays unsharded, gradients too, until the last pass that adds to its gradients."""
         return self.parallel.pp > 1 and not self.parallel.reshard_micro_batches
 
     # ---- the passes of a pipeline ------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class FSDP(Engine):
 
     @contextmanager
     def reduce_in_backward(self, complete: Collection[Tensor], pending: Collection[Tensor] | None) -> Iterator[None]:
-        """FSDP2 reduces a block when its backward ends. A weight pass, which comes later, it knows nothing of: there
+        """FSDP2 reduces a block when its backward ends. It does not know about weight passes, which come later: there
         blocks are reduced when the pass is over.
         """
         self._complete |= set(complete)
@@ -188,7 +188,7 @@ class FSDP(Engine):
         self._kept = [module for _, module in sharded_modules(self.model)]
 
     def _reduce_in_backward_of(self, modules: list[Any]) -> None:
-        """Of these blocks the next backward reduces gradients and releases parameters; the others keep both."""
+        """The next backward reduces gradients and releases parameters of these blocks; the others keep both."""
         for _, module in sharded_modules(self.model):
             module.set_requires_gradient_sync(module in modules, recurse=False)
             module.set_reshard_after_backward(module in modules, recurse=False)
@@ -200,7 +200,7 @@ class FSDP(Engine):
 
     @classmethod
     def tied_elements(cls, shape: Shape, rank: int, ranks: int) -> int:
-        """Its rows of the gradient, which are all that it has when the stages' are summed."""
+        """The rank's rows of the gradient: it holds only those when the stages' gradients are summed."""
         rows = ceil(shape[0] / ranks)
         return max(0, min(shape[0], rows * (rank + 1)) - rows * rank) * prod(shape[1:])
 
@@ -222,8 +222,8 @@ class FSDP(Engine):
             return cut
         if "tp" not in self.parallel.native:
             return cut.within(region_of(parameter))
-        # A DTensor of both axes speaks of the whole tensor; ours has its rows in another order. Of what tensor
-        # parallelism has left, FSDP2 gives each rank a run of rows.
+        # A DTensor over both axes describes the whole tensor, but our rows are in another order. FSDP2 gives each
+        # rank a run of the rows that tensor parallelism has left.
         group = self.layout.group("shard", "cp")
         rows = -(-cut.held_shape[0] // group.size)
         start, stop = (min(cut.held_shape[0], rows * r) for r in (group.rank, group.rank + 1))
@@ -236,7 +236,7 @@ class FSDP(Engine):
         return outputs
 
     def keep_local_gradients(self) -> AbstractContextManager[None]:
-        """FSDP2 would keep unsharded gradients, out of `zero_gradients`' reach: have them reduced, and drop them."""
+        """FSDP2 would keep unsharded gradients where `zero_gradients` cannot drop them: so they are reduced instead."""
         return nullcontext()
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -253,6 +253,6 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def ranks_of_a_copy(ranks: int) -> int:
-    """Hybrid sharding's usual cut: a copy per machine; on one machine, two copies."""
+    """Hybrid sharding's default: one copy per machine; on one machine, two copies."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return here if here < ranks else max(1, ranks // 2)

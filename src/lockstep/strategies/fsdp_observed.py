@@ -23,7 +23,7 @@ from lockstep.layout.group import group_of
 
 
 def observe(module: Any, name: str, device: torch.device) -> None:
-    """Have this `fully_shard`ed module write itself into the ledger, as the block of that name."""
+    """Record the collectives of this `fully_shard`ed module in the ledger, under the block's name."""
     module.set_custom_all_gather(ObservedGather(name))
     module.set_custom_reduce_scatter(ObservedScatter(name))
     if device.type == "cuda":
@@ -127,7 +127,7 @@ WAITS: dict[str, Callable[[Entry, str], bool]] = {
 
 
 def timed(call: Callable[..., Any], waited_for: Callable[[Entry, str], bool], name: str, device: torch.device) -> Any:
-    """`call`, noting from when to when the compute stream stood in it, at the collective that it waits for."""
+    """`call`, recording how long the compute stream waits in it, in the entry of the collective that it waits for."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         ledger = active_ledger()

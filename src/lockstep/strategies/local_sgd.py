@@ -71,11 +71,11 @@ class LocalSGD(Engine):
             self.averager.average()
 
     def agree_finite(self, finite: bool) -> bool:
-        """Gradients are each rank's own here: one NaN must stop all, or the ranks would average at different steps."""
+        """Gradients are not reduced here: one NaN must make all ranks skip, or they average at different steps."""
         return not any_rank(not finite, self.layout.world.device, self.layout.gradient)
 
     def gradients(self) -> dict[str, Held]:
-        """The ranks' own differ; what can be held against one process is their mean."""
+        """Gradients differ between ranks; only their mean can be compared with one process."""
         mine = super().gradients()
         means = {}
         for name, held in mine.items():
@@ -104,7 +104,7 @@ class LocalSGD(Engine):
 
 
 class LocalState:
-    """Every rank saves its own; the model that another number of ranks could go on with is the mean."""
+    """Every rank saves its own state; another number of ranks continues from the mean of the models."""
 
     def __init__(self, engine: LocalSGD) -> None:
         self.engine, self._ordinary = engine, RegionState(engine)

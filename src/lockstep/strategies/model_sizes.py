@@ -23,9 +23,9 @@ class ModelSizes:
     itemsize: int
     """Bytes of an element of a parameter."""
     gathered: int
-    """Of a parameter that is all-gathered to compute with."""
+    """Bytes of an element of a parameter when it is all-gathered."""
     reduced: int
-    """Of a gradient that is computed in another dtype than the parameter's, when it is reduced."""
+    """Bytes of an element of a gradient when it is reduced, if it is computed in another dtype than the parameter's."""
 
     @classmethod
     def of(cls, model: nn.Module, compute: torch.dtype | None = None, reduce: str = "fp32") -> "ModelSizes":

@@ -2,7 +2,7 @@
 
 While it is entered, scaled_dot_product_attention is attention over all ranks' keys: ring attention in the same zig-zag
 layout as ours (torch calls it head-tail). It must be entered in backward too. Inputs, targets and positions are cut by
-us, so that batches and losses need not know who attends; torch is given a few numbers to cut instead.
+us, so that batches and losses do not depend on who computes attention; torch is given a dummy buffer to cut instead.
 """
 
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ from lockstep.strategies.context import attention_of, cut_positions
 from lockstep.strategies.native_mesh import native_mesh
 
 CHUNK = 32
-"""Positions: the memory-efficient kernel fills log-sum-exps up to a multiple, and torch adds up what it gives."""
+"""In positions: the memory-efficient kernel pads log-sum-exps to a multiple, and torch merges them as they are."""
 
 
 def check_native_context(attention: str, device: str, precision: str, compiled: bool, pp: int) -> None:
@@ -45,14 +45,14 @@ def attend_by_torch(model: nn.Module, layout: Layout) -> "Entered":
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`F.scaled_dot_product_attention` is whatever stands there: see `Entered`."""
+    """`F.scaled_dot_product_attention` is looked up at each call, as torch's context may replace it: see `Entered`."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION if half else SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(q, *expanded(q, k, v), is_causal=True)
 
 
 class Entered:
-    """Gives torch's context, as often as it is called."""
+    """Makes a new torch context at each call."""
 
     def __init__(self, layout: Layout) -> None:
         self._mesh: Any = native_mesh(layout, "cp")

@@ -1,5 +1,5 @@
-"""The mesh that PyTorch's own engines communicate over. What they do along axes of the model, and between copies, is
-noted in the ledger; FSDP2's shards are noted where it lets us issue their collectives (`fsdp_observed.py`).
+"""The mesh that PyTorch's own engines communicate over. Their collectives along model axes and between copies are
+recorded in the ledger; those over FSDP2's shards, where it lets us issue them (`fsdp_observed.py`).
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def data_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def tensor_mesh(layout: Layout) -> Any:
-    """FSDP2 wants its mesh and this one to be parts of one."""
+    """FSDP2 requires its mesh and this one to be slices of the same mesh."""
     if layout.gradient.size == 1:
         return native_mesh(layout, "tp")
     return native_mesh(layout, *data_axes(layout), "tp")["tp"]

@@ -42,7 +42,7 @@ def check_native_pipeline(parallel: Parallel, micro_batches: int) -> None:
 
 
 class Part(nn.Module):
-    """One chunk of a stage, as torch's stages want it: a module with the parameters of its own."""
+    """One chunk of a stage, as torch's stages require it: a module with only the chunk's parameters."""
 
     def __init__(self, stage: Stage, chunk: int, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class NativePipelineWorker(PipelineWorker):
         super().__init__(engine, cut)
         self.instructions = [Instruction("native_passes"), Instruction("reduce"), Instruction("step")]
         self._schedules: dict[tuple[int, ...], Any] = {}
-        """By the shape of a micro-batch: a schedule of torch's keeps buffers for one."""
+        """Keyed by the shape of a micro-batch: a schedule of torch's keeps buffers for one shape."""
         self._loss: Callable[[Tensor, int], Tensor]
 
     def _begin(self, batch: Batch, reduces: bool = True) -> Step:
@@ -80,7 +80,7 @@ class NativePipelineWorker(PipelineWorker):
         found: dict[int, Tensor] = {}
 
         def loss(outputs: Tensor, i: int) -> Tensor:
-            """Torch also asks in a rehearsal, to learn the shapes; the last answer counts."""
+            """Torch also calls it in a dry run, to infer shapes; the last call counts."""
             sums.zero_()
             value = self._loss_of(outputs[: len(batches[i])], i, step)
             found[i] = sums.clone()
@@ -129,7 +129,7 @@ class NativePipelineWorker(PipelineWorker):
 
 
 def padded(batch: Batch, rows: int) -> Tensor:
-    """To as many rows as the others have; their loss is not counted."""
+    """The inputs, padded to `rows` rows; the loss of padding is not counted."""
     missing = rows - len(batch)
     first = batch.inputs[:1]
     return torch.cat([batch.inputs, first.expand(missing, *first.shape[1:])]) if missing else batch.inputs

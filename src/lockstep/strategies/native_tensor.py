@@ -1,8 +1,8 @@
 """Tensor parallelism by PyTorch's own means, from the same plan: DTensor's `parallelize_module` and its loss parallel.
 
 A DTensor's shards are equal runs of rows. A fused layer (q, k and v in one product) needs some rows of each part on
-every rank: its rows are put in that order first, so that a run of them is a rank's part. Which region of the model's
-own tensor that is stands on the parameter, as for the layers by hand; checkpoints, norm and proof need nothing else.
+every rank: its rows are reordered first, so that each rank's part is one run of rows. The parameter records which
+region of the model's tensor that is, as in the layers by hand; checkpoints, norm and verify need nothing else.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from lockstep.strategies.tensor import TensorPlan
 
 
 def check_native_tensor(model: nn.Module, degree: int) -> None:
-    """Refuse what DTensor's styles do not know, before any rank starts."""
+    """Refuse what DTensor's styles do not support, before any rank starts."""
     shape: Any = getattr(model, "shape", None)
     if shape is not None and shape.dropout > 0:
         raise UserError(
@@ -44,7 +44,7 @@ def check_native_tensor(model: nn.Module, degree: int) -> None:
 
 
 def cut_by_dtensor(model: nn.Module, plan: TensorPlan, layout: Layout, sequence: bool) -> Measure | None:
-    """Cut the matrices of a model in place. Returns what takes the loss, if its outputs are cut."""
+    """Cut the matrices of a model in place. Returns how to compute the loss, if its outputs are cut."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -70,7 +70,7 @@ def cut_by_dtensor(model: nn.Module, plan: TensorPlan, layout: Layout, sequence:
 
 
 def arrange(model: nn.Module, plan: TensorPlan, group: Group) -> tuple[dict[str, Region], dict[str, str]]:
-    """Put rows in the order of their ranks. Returns what of each parameter is this rank's, and which are tied."""
+    """Sort rows by rank. Returns this rank's region of each parameter, and which parameters are tied."""
     regions: dict[str, Region] = {}
     first: dict[Tensor, str] = {}
     tied: dict[str, str] = {}
@@ -97,7 +97,7 @@ def arrange(model: nn.Module, plan: TensorPlan, group: Group) -> tuple[dict[str,
 
 
 def style_of(name: str, kind: str, plan: TensorPlan, sequence: bool) -> Any:
-    """What stays a DTensor is what the loss reads; everything else of a model sees plain tensors."""
+    """Only the outputs that the loss reads stay DTensors; the rest of the model sees plain tensors."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -123,7 +123,7 @@ def norms_of(model: nn.Module) -> list[str]:
 
 
 def local_positions(output: Tensor, layout: Layout) -> Tensor:
-    """Of what is for all samples alike (an embedding of positions)."""
+    """This rank's positions of an output that is the same for all samples (a position embedding)."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     whole = DTensor.from_local(output, tensor_mesh(layout), [Replicate()], run_check=False)
@@ -132,7 +132,7 @@ def local_positions(output: Tensor, layout: Layout) -> Tensor:
 
 
 def sum_if_partial(parameter: Any) -> None:
-    """A norm that has seen some positions has a part of its gradient: a DTensor says so, and sums when asked."""
+    """A norm that has seen only some positions has a partial gradient, a DTensor of terms: redistributing sums them."""
     gradient: Any = parameter.grad
     if gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -157,7 +157,7 @@ def loss_of_parts(group: Group) -> Measure:
 
 
 class _Around(torch.autograd.Function):
-    """As it is; backward enters a context, or leaves it."""
+    """The identity; backward enters a context, or leaves it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Any, does: str) -> Tensor:
@@ -176,7 +176,7 @@ class _Around(torch.autograd.Function):
 
 @torch.no_grad()
 def correct_of_parts(logits: Any, targets: Tensor, group: Group) -> Tensor:
-    """How many targets the largest logit of all ranks names."""
+    """How many targets have the largest logit over all ranks."""
     mine = logits.to_local().detach()
     start = even_cut(logits.shape[-1], group, uneven=True).ranges[0][0]
     largest, where = mine.max(-1) if mine.shape[-1] else (mine.new_full(targets.shape, -torch.inf), targets)

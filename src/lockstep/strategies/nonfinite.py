@@ -8,14 +8,14 @@ from lockstep.layout.region import local
 from lockstep.strategies.parallel_model import ParallelModel
 
 LARGEST = 1e17
-"""Of gradients whose norm can be taken in fp32: squares of some hundred larger ones overflow."""
+"""The largest gradient whose norm can be computed in fp32: squares of some hundred larger ones overflow."""
 
 
 def locate_nonfinite(strategy: ParallelModel, batch: Batch, local_loss: Tensor | None = None) -> str:
     """What was not finite in a skipped step, in words. Every rank must call it, with its share of that step's batch.
 
-    After the average every rank holds the same NaN; so every rank runs its share once more without averaging, and says
-    what it finds. `local_loss`: of this rank in that step, which names the rank if it is not to be found again.
+    After the reduction every rank has the same NaN; so every rank runs its share again without reducing, and reports
+    what it finds. `local_loss`: this rank's loss in that step, which identifies the rank if the NaN is not reproduced.
     """
     engine = strategy.engine
     totals = strategy.worker.only_gradients(batch)

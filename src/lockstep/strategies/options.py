@@ -1,4 +1,4 @@
-"""What a step does besides being spread."""
+"""Options of a step other than how it is parallelized."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Options:
     clip_norm: float | None = None
     precision: str = "fp32"
     compile: str = "none"
-    """Or blocks, or model: what torch.compile is to take as one."""
+    """none, blocks or model: what torch.compile compiles as one unit."""
     recompute: Recompute = "none"
     recompute_every: int = 2
     batch_size: int | None = None
@@ -42,7 +42,7 @@ class Options:
     save_trained_only: bool = False
     """Checkpoints leave out what is frozen: the model that adapters were put on is somewhere else already."""
     keep_gradients: bool = False
-    """Gradients are read after the step, also of an engine that frees them."""
+    """Gradients are read after the step: an engine that frees them must keep them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,5 +51,5 @@ class Options:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Of matrix products, where it is not the weights'."""
+        """The dtype of matrix products, where it differs from the weights'."""
         return COMPUTE_DTYPES.get(self.precision)

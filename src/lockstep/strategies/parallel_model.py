@@ -1,4 +1,4 @@
-"""A model spread over the ranks: what `parallelize` gives, and all that training, verify and bench speak to."""
+"""A model spread over the ranks: what `parallelize` returns, and the interface for training, verify and bench."""
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class ParallelModel:
     """Takes steps, evaluates, and says what each rank holds."""
 
     def __init__(self, engine: Engine, parameters: int, cut: Cut, flops_per_sample: int = 0) -> None:
-        """`parameters`: of the whole model. `cut`: how the axes that cut it have left it. `flops_per_sample`: of one
+        """`parameters`: of the whole model. `cut`: how the model axes have cut it. `flops_per_sample`: of one
         sample's forward and backward pass.
         """
         self.engine, self.parameters, self.cut, self.flops_per_sample = engine, parameters, cut, flops_per_sample
@@ -73,7 +73,7 @@ class ParallelModel:
 
     @property
     def is_exact(self) -> bool:
-        """Equal to one process; else held to another law."""
+        """Whether it equals one process; else `verify` checks another law."""
         return type(self.engine).facts(self.parallel).law is None
 
     # ---- training ----------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class ParallelModel:
         return self.worker.steps_optimizer
 
     def optimizer_waits_for(self, copied: torch.cuda.Event) -> None:
-        """The next step writes to parameters and moments only when these copies have been made."""
+        """The next optimizer step waits for these copies before it writes to parameters and moments."""
         self.worker.copies.append(copied)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -142,11 +142,11 @@ class ParallelModel:
     # ---- what it holds -----------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, Held]:
-        """What this rank holds of each parameter. Every rank must ask together."""
+        """What this rank holds of each parameter. All ranks must call it together."""
         return self.engine.held()
 
     def gradients(self) -> dict[str, Held]:
-        """What this rank holds of each parameter's gradient. Every rank must ask together."""
+        """What this rank holds of each parameter's gradient. All ranks must call it together."""
         return self.engine.gradients()
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ def make_layout(world: World, parallel: Parallel, table: Table = STRATEGIES) -> 
 def parallelize(
     model: nn.Module | Deferred, layout: Layout, options: Options, table: Table = STRATEGIES
 ) -> ParallelModel:
-    """`model`: plain, on one device; or deferred, and then no rank holds the whole of it where the engine shards it.
+    """`model`: plain, on one device; or deferred: then no rank ever holds all of it, if the engine shards it.
 
     `table`: where `options.parallel.data` is looked up.
     """

@@ -2,8 +2,8 @@
 
 Every rank of a pipeline reads the same samples, and runs its own layers on them, micro-batch by micro-batch. Gradients
 accumulate until the last pass of a chunk, and are reduced over the data axes while that pass still computes. A weight
-that two stages have (a tied embedding) gets the sum of both: before that, or after it where the engine reduces all of
-its gradients in the last pass (`sums_tied_last`).
+that two stages have (a tied embedding) gets the sum of both: before that reduction, or after it where the engine
+reduces all of its gradients in the last pass (`sums_tied_last`).
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -28,7 +28,7 @@ from lockstep.strategies.worker import Step, Worker
 
 
 def micro_batches_of(parallel: Parallel, accumulation: int) -> int:
-    """How many a step has: as asked for, else so many that the stages have something to do."""
+    """How many micro-batches a step has: as configured, else enough to keep the stages busy."""
     if parallel.micro_batches is not None:
         return parallel.micro_batches
     wanted = accumulation if accumulation > 1 else 2 * parallel.pp
@@ -82,7 +82,7 @@ class PipelineWorker(Worker):
         return batch.micro_batches(self.micro_batches)
 
     def _loss_of(self, outputs: Tensor, i: int, step: Step) -> Tensor:
-        """What backward of a micro-batch begins with, on the rank that has the last part."""
+        """The loss that a micro-batch's backward starts from, on the rank that has the last part."""
         batch = step.micro_batches[i]
         with self.precision():
             loss_sum, correct = self.measure(outputs, batch.targets)
@@ -126,7 +126,7 @@ class PipelineWorker(Worker):
         return stack
 
     def _completed_by(self, instruction: Instruction) -> set[Tensor]:
-        """Parameters to whose gradients no later pass adds. Tied ones wait for the other stages', unless those are
+        """Parameters whose gradients no later pass adds to. Tied ones wait for the other stages', unless those are
         added last.
         """
         later = [i.chunk for i in self._reducing[self._reducing.index(instruction) + 1 :]]

@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same numbers do: memory that has flipped a bit says nothing by itself.
+"""Whether ranks that should hold the same numbers do: a flipped bit in memory is not noticed otherwise.
 
 Each rank sums up the bits of what it holds of every parameter, and the sums of ranks that hold the same region must be
 equal, bit for bit: every engine gives all copies the same gradient and takes the same step.
@@ -19,7 +19,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bits, each with its place, so that elements that have changed places are seen too."""
+    """A checksum of the bits, weighted by position, so that swapped elements are detected too."""
     bits = tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     weights = 2 * (torch.arange(CHUNK, device=bits.device) % 65_521) + 1  # odd: an even one would lose the highest bits
@@ -31,7 +31,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def differing_replicas(strategy: ParallelModel) -> str | None:
-    """Which rank holds something else of which parameter than the others, in words; None: all is well.
+    """Which rank's copy of which parameter differs from the other ranks', in words; None: all are equal.
 
     A collective: every rank must call it, and all get the same.
     """

@@ -21,7 +21,7 @@ class ShardedState(ByHand):
     """`parallel.data` is zero1 or zero2.
 
     Stage 1 holds unsharded gradients while micro-batches accumulate, so they are reduced once per step; in stage 2 they
-    are never whole, and those of each micro-batch are added to the owner's part at once.
+    are never held in full: those of each micro-batch are reduced to their owners at once.
     """
 
     takes_any_graph = True

@@ -4,8 +4,8 @@
     optimizer.NAME.KEY       the optimizer's KEY (exp_avg, step, ...) for the parameter NAME
     own.RANK                 what only this rank has and another number of ranks could not use
 
-A value is a whole tensor where every rank has all of it, or a `Held`: memory, and which region of the whole it is. So
-what one engine has saved any other can load.
+A value is a whole tensor where every rank has all of it, or a `Held`: local memory, and its region of the whole. So
+any engine can load what another has saved.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ class EngineState(Protocol):
     """What checkpoints, verify and the loop ask of an engine's state. Every rank must call each of them together."""
 
     def before_saving(self) -> None:
-        """What all ranks hold must be the same on all: only one of them writes it."""
+        """Make what all ranks hold equal on all of them, as only one rank writes it."""
 
     def state_dict(self) -> dict[str, Leaf]:
         """This rank's part of everything that the next step depends on. The engine's own tensors, not copies."""
@@ -45,7 +45,7 @@ class EngineState(Protocol):
 
 
 class Holder(Protocol):
-    """Whose state it is: an engine, or a loop of the user's own (`checkpoint/user_loop.py`)."""
+    """What has the state: an engine, or the user's own training loop (`checkpoint/user_loop.py`)."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -63,7 +63,7 @@ class Holder(Protocol):
 
 
 class RegionState:
-    """Of engines whose parameters are regions of the model's."""
+    """The state of engines whose parameters are regions of the model's."""
 
     def __init__(self, engine: Holder) -> None:
         self.engine, self.rank = engine, engine.layout.world.rank
@@ -82,7 +82,7 @@ class RegionState:
         }
 
     def _answering(self, what: str, mine: dict[str, Held]) -> dict[str, Held]:
-        """Where boxes of several ranks overlap, the first one saves what they share. Ranks find that out once."""
+        """Where regions of several ranks overlap, the first rank saves the overlap. All ranks compute that once."""
         if what not in self._answers:
             device = next((held.tensor.device for held in mine.values()), self.engine.layout.world.device)
             counted = count_once({n: held.region for n, held in mine.items()}, self.engine.layout.norm, device)
@@ -112,7 +112,7 @@ class RegionState:
         saved = persistent(engine.model)
         buffers = {n: Held(b, Region.whole(b.shape)) for n, b in engine.model.named_buffers() if n in saved}
         found = gathered({**engine.held(), **buffers}, engine.layout.norm)
-        # What is tied under its other names too; a stage of a pipeline knows all names of the model.
+        # Tied parameters under their other names too; a stage of a pipeline knows all names of the model.
         first: dict[str, str] = getattr(engine.model, "first_names", None) or first_names(engine.model)
         return {**found, **{name: found[first[name]] for name in first}}
 
@@ -165,7 +165,7 @@ def persistent(model: nn.Module) -> set[str]:
 
 
 def leaf(held: Held) -> Leaf:
-    """As a checkpoint knows it: what every rank has whole is a plain tensor."""
+    """As a checkpoint stores it: what every rank holds in full is a plain tensor."""
     return held.tensor.view(held.region.shape) if held.region.is_whole else held
 
 
@@ -187,7 +187,7 @@ def optimizer_leaves(optimizer: torch.optim.Optimizer, trained: dict[str, Held])
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make the state that it has not made yet, which it does in a step, without moving a weight.
+    """Make an optimizer create its missing state, which it does in its first step, without changing a weight.
 
     With a rate of 0 and gradients of 0 a step changes nothing but the state, which is then overwritten.
     """
@@ -225,7 +225,7 @@ def wanted_leaves(mine: dict[str, Leaf], saved: set[str]) -> dict[str, Leaf]:
 
 
 def copy_leaf(mine: Leaf, theirs: Leaf) -> None:
-    """Nothing to do where a checkpoint has been read into our own tensor."""
+    """Copy, unless the checkpoint has been read into our tensor directly."""
     mine, theirs = _memory(mine), _memory(theirs)
     if mine.data_ptr() != theirs.data_ptr():
         mine.copy_(theirs)

@@ -1,4 +1,4 @@
-"""What a step is run with and what it gives: how the model is cut, sums over the global batch, where its time went."""
+"""Inputs and results of a step: how the model is cut, sums over the global batch, where its time went."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +19,7 @@ class Cut:
     """What a worker must know of a model that axes have cut."""
 
     measure: Measure | None = None
-    """What takes the loss where outputs are cut; None: the ordinary one."""
+    """Computes the loss where outputs are cut; None: the ordinary loss."""
     around_passes: Callable[[], AbstractContextManager[None]] = nullcontext
     """To be entered around every forward and backward."""
 
@@ -43,8 +43,8 @@ class Totals:
 
 
 class ToHost:
-    """Numbers of a GPU being copied to the host. A reader waits for them, but not for what was queued later:
-    so the host can look at one step while the device is busy with the next.
+    """Numbers that are being copied from a GPU to the host. A reader waits for them, but not for what was queued later:
+    so the host can read the results of one step while the device runs the next.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -60,7 +60,7 @@ class ToHost:
 
 
 class Numbers(NamedTuple):
-    """What the host wants to know of a step."""
+    """The results of a step that the host reads."""
 
     loss_sum: float
     correct: float
@@ -79,7 +79,7 @@ class StepResult:
     totals: Totals
     grad_norm: Tensor
     stepped: bool | None
-    """None: the optimizer has decided, on the device, by whether the norm is finite."""
+    """None: the optimizer has decided on the device, from whether the norm is finite."""
     _sent: ToHost | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Every way of spreading a step, ours and PyTorch's. This table is all of them."""
+"""The table of all strategies, ours and PyTorch's."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ STRATEGIES: Table = {
 }
 
 OF_BUCKETED = ("ring", "bf16", "fp16", "topk", "powersgd")
-"""What naive, flat and overlap take too, but only once is a row."""
+"""Options that naive, flat and overlap take too; comparisons list them only for bucketed."""
 VARIANTS = (
     *(f"bucketed+{option}" for option in OF_BUCKETED),
     *(f"{name}+{option}" for name, engine in STRATEGIES.items() for option in engine.variants),
@@ -83,7 +83,7 @@ def available_strategies() -> list[str]:
 
 
 def degrees_of(parallel: Parallel, ranks: int, table: Table = STRATEGIES) -> Degrees:
-    """What `parallel` asks for: the axes that cut the model as they are, the rest of the ranks by the engine."""
+    """The degrees that `parallel` asks for: the model axes as given, the rest of the ranks as the engine decides."""
     axes = model_degrees(parallel)
     product = prod(axes.values())
     if ranks % product:

@@ -18,14 +18,14 @@ from lockstep.parallel.tensor.vocabulary import cross_entropy_of_parts
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What becomes of which module, and which of them has outputs that are left cut."""
+    """The kind of each module that is cut, and the head, if its outputs are left cut."""
 
     kinds: dict[str, str]
     head: str | None = None
 
     @classmethod
     def of(cls, model: nn.Module, degree: int, loss: LossSum) -> "TensorPlan":
-        """The model's own. Logits that only a cross entropy reads are never gathered."""
+        """The model's own plan. Logits that only a cross entropy reads are never gathered."""
         if degree == 1:
             return cls({})
         plan = declared_plan(model)
@@ -35,14 +35,14 @@ class TensorPlan:
         return cls(match_plan(model, plan))
 
     def here(self, stage: nn.Module) -> "TensorPlan":
-        """What of it this stage of a pipeline has."""
+        """The plan for the modules of this pipeline stage."""
         there = {name for name, part in stage.named_modules(remove_duplicate=False) if not isinstance(part, Elsewhere)}
         kinds = {name: kind for name, kind in self.kinds.items() if name in there}
         return TensorPlan(kinds, self.head if self.head in kinds else None)
 
 
 def cut_tensors(stage: nn.Module, plan: TensorPlan, group: Group, parallel: Parallel) -> Measure | None:
-    """Cut the matrices of a model, or of a stage, in place. Returns what takes the loss, if its outputs are cut."""
+    """Cut the matrices of a model, or of a stage, in place. Returns how to compute the loss, if its outputs are cut."""
     plan = plan.here(stage)
     cut_as_planned(stage, plan.kinds, group, parallel.sequence, parallel.keep_gathered)
     if plan.head is None or group.size == 1:
@@ -84,7 +84,7 @@ def check_tensor(model: nn.Module, degree: int, sequence: bool) -> None:
 
 
 def sizes_to_cut(model: nn.Module, sequence: bool) -> dict[str, int]:
-    """What the degree must divide, by the names that a config has for it."""
+    """The sizes that the degree must divide, by their names in the config."""
     shape: Any = getattr(model, "shape", None)
     says: Any = getattr(model, "tensor_sizes", None)
     if says is not None and not sequence:

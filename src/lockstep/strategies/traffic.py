@@ -88,7 +88,7 @@ def traffic_by_axis(
 def cut_on_meta(
     model: nn.Module, layout: Layout | FirstRank, parallel: Parallel, loss: LossSum
 ) -> tuple[nn.Module, TensorPlan]:
-    """What the axes of the model leave this rank of it, and how its matrices are cut."""
+    """This rank's part of the model after all model axes have cut it, and how its matrices are cut."""
     pp, tp, cp = (layout.group(axis) for axis in ("pp", "tp", "cp"))
     plan = TensorPlan.of(model, tp.size, loss)
     stage = model if pp.size == 1 else cut_stage(model, placement_for(parallel), pp)
@@ -98,21 +98,21 @@ def cut_on_meta(
 
 
 def has_known_layers(model: nn.Module) -> bool:
-    """Whether the model says what its layers are. With a `tensor_plan()` alone, only its forward shows whether the
+    """Whether the model describes its layers. With a `tensor_plan()` alone, only its forward shows whether the
     inputs of its first cut layer need a gradient, and so an all-reduce in backward.
     """
     return any(hasattr(model, name) for name in ("shape", "tensor_sizes", "layers"))
 
 
 def layout_pieces(layout: Layout | FirstRank, rows: int) -> int | None:
-    """In how many pieces a batch of so many rows travels with sequence parallelism."""
+    """In how many pieces sequence parallelism sends a batch of so many rows."""
     if isinstance(layout, FirstRank):
         return None
     return 2 if layout.world.device.type == "cuda" and rows > 1 else 1
 
 
 def stage_width(stage: Stage) -> int | None:
-    """Features of what passes from one stage to the next; None of a user's model, where it may differ."""
+    """Width of the activations between stages; None for a user's model, where it may differ between stages."""
     shape: Any = getattr(stage.__dict__["whole"], "shape", None)
     width: int | None = getattr(shape, "d_model", None)
     return width
@@ -130,7 +130,7 @@ def tensor_traffic(
 ) -> Sent | None:
     """What tensor parallelism on n ranks sends for one micro-batch of `tokens`, forward and backward, where `stage` is
     cut already. None where a layer is not trained, and so sends less. `is_first`: the inputs' gradient is not computed.
-    `pieces`: of the batch, that travel by themselves with sequence parallelism (`halves`); None: not known.
+    `pieces`: parts of the batch that sequence parallelism sends separately (`halves`); None: not known.
     """
     if n == 1:
         return NOTHING

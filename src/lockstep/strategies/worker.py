@@ -34,7 +34,7 @@ from lockstep.strategies.step import Cut, Phases, StepResult, Totals
 
 @dataclass
 class Step:
-    """What a step has reached while it is executed."""
+    """The progress of a step while it is executed."""
 
     micro_batches: list[Batch]
     totals: Totals
@@ -42,7 +42,7 @@ class Step:
     reduces: bool = True
     """Else each rank keeps its own gradients."""
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """Of micro-batches whose backward has not run."""
+    """Losses of micro-batches whose backward has not run."""
     norm: Tensor | None = None
     applied: bool | None = None
     """Whether the optimizer has stepped; None: only the device knows."""
@@ -55,7 +55,7 @@ class Worker:
     """Carries out instructions, with one engine."""
 
     steps_optimizer: ClassVar[bool] = True
-    """Else the engine does, when it likes."""
+    """This worker steps the optimizer; else the engine does, when it chooses."""
 
     def __init__(self, engine: Engine, cut: Cut) -> None:
         self.engine, self.layout, self.options = engine, engine.layout, engine.options
@@ -68,15 +68,15 @@ class Worker:
         self.stop_requested = False
         """Set by a caller that wants all ranks to stop; they learn of it in the next step's result."""
         self.copies: list[torch.cuda.Event] = []
-        """Of the state, for a save, that the optimizer must not overtake."""
+        """Copies of the state for a save, which the optimizer's step must wait for."""
         self.save_requested = False
         """Likewise for a checkpoint, once."""
-        self._fused: bool | None = None  # whether all ranks' optimizers are; asked at the first step
+        self._fused: bool | None = None  # whether all ranks' optimizers are fused; found at the first step
         self.instructions = [*one_stage(self.options.accumulation)]
 
     @cached_property
     def gradients(self) -> Gradients:
-        """What the optimizer steps with; asked for by all ranks at their first step."""
+        """The gradients that the optimizer steps with; made by all ranks together, in their first step."""
         return Gradients(self.engine.trained(), self.layout.norm, self.device)
 
     def step(self, batch: Batch) -> StepResult:
@@ -101,11 +101,11 @@ class Worker:
 
     @property
     def knows_counts(self) -> bool:
-        """Targets are counted once, however many ranks have them; any rank may ask to stop."""
+        """Whether this rank counts targets, each once however many ranks have it; any rank may ask to stop."""
         return self.layout.coordinates["tp"] == 0
 
     def local_positions(self, batch: Batch) -> Batch:
-        """Of every sequence this rank's, where context parallelism has cut them."""
+        """This rank's positions of every sequence, where context parallelism has cut them."""
         group = self.layout.group("cp")
         if group.size == 1:
             return batch
@@ -179,10 +179,10 @@ class Worker:
             self.engine.model.train()
 
     def _weighted(self, loss_sum: Tensor, micro_batch: Batch, count: Tensor) -> Tensor:
-        """By its share of the global batch's targets."""
+        """The loss, weighted by the global number of targets."""
         weight = self.layout.gradient.size / count.clamp(min=1) * (0.0 if micro_batch.filler else 1.0)
-        # A loss that is not finite must reach every rank, but backward looks at the loss's slope, not its value:
-        # 0 * loss is 0 or NaN, and makes all gradients NaN.
+        # A loss that is not finite must reach every rank, but gradients do not depend on the loss's value:
+        # 0 * loss is 0 or NaN, and a weight of NaN makes all gradients NaN.
         loss = loss_sum * (weight + 0 * loss_sum.detach()).to(loss_sum.dtype)
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
@@ -238,14 +238,14 @@ class Worker:
         return norm, applied
 
     def _skips_on_device(self) -> bool:
-        """A fused Adam leaves everything as it is when a flag on the device says that gradients are not finite. So
-        the host need not wait for the norm, unless it has something of its own to do at a skipped step.
+        """A fused Adam changes nothing if a flag on the device is set: that gradients are not finite. So
+        the host need not wait for the norm, unless it has work to do at a skipped step.
         """
         if self._fused is None:
             optimizer = self.engine.local_optimizer
             mine = isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults.get("fused"))
             tensors = any(p.numel() for group in optimizer.param_groups for p in group["params"])
-            # Parts of a small model may be nothing on some ranks: these go with the others.
+            # Some ranks may hold nothing of a small model: these follow the others.
             votes = all_gather_objects(mine if tensors else None, self.layout.norm)
             self._fused = set(votes) - {None} == {True}
         return self._fused and self.loss_scale is None and not self.engine.host_decides

@@ -1,6 +1,6 @@
 """PyTorch's stage 1: DDP averages gradients on every rank, ZeroRedundancyOptimizer shards the state.
 
-It gives whole parameters to ranks, and each broadcasts what it has updated.
+It assigns whole parameters to ranks, and each rank broadcasts what it has updated.
 """
 
 from collections.abc import Collection
@@ -20,7 +20,7 @@ from lockstep.strategies.model_sizes import ModelSizes
 
 
 class Zero1Torch(Engine):
-    """DDP does the gradients; here is the optimizer."""
+    """DDP reduces the gradients; this engine adds the sharded optimizer."""
 
     sends_after_step = True
     sums_tied_last = True
@@ -50,7 +50,7 @@ class Zero1Torch(Engine):
             self._time_broadcasts()
 
     def _time_broadcasts(self) -> None:
-        """The optimizer ends its step by broadcasting what each rank has updated, in a method of its own."""
+        """Time the method with which the optimizer ends its step: it broadcasts what each rank has updated."""
         optimizer: Any = self.optimizer
         broadcast, device = optimizer._sync_params, self.layout.world.device
 
@@ -82,7 +82,7 @@ class Zero1Torch(Engine):
         return inner
 
     def after_step(self) -> None:
-        """The optimizer has broadcast every parameter, one by one: note them with the time of all."""
+        """Record the optimizer's broadcasts, one per parameter, each with the time of all of them."""
         ledger, group = active_ledger(), self.layout.gradient
         for parameter in self.trainable() if group.size > 1 and ledger is not None else []:
             entry = ledger.add("broadcast", "parameters", group, parameter.nbytes)  # type: ignore[union-attr]

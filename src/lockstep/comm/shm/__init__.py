@@ -7,8 +7,8 @@ From the bottom up:
     board.py       where each rank shows a chunk to all others: the collectives' memory
     mailbox.py     where one rank hands chunks to one other: send and receive
     operations.py  every collective, written over the board
-    shared.py      tensors that lie in shared memory, and are reduced where they lie
+    shared.py      tensors that live in shared memory, and are reduced in place
     rendezvous.py  how the ranks of a group find each other and their memory
-    memory.py      what tensors it takes
-    group.py       the face that torch.distributed knows
+    memory.py      which tensors the backend accepts
+    group.py       the process group for torch.distributed
 """

@@ -5,12 +5,12 @@ Every rank owns DEPTH cells, used in turn. A turn goes
     writer   wait until all others have released the cell's last content; copy a chunk in; show it to all others
     reader   wait until it is shown; copy or add from the cell, directly; release it
 
-so a chunk is copied once however many read it, and the cells, used over and over, stay in the cache. With several
+so a chunk is copied once however many ranks read it, and the cells, used over and over, stay in the cache. With several
 cells a rank may be turns ahead of the others. Every turn is read (or released unread) by every other rank, in order:
-that is how each knows, without a message, which cell comes next.
+so each rank knows, without a message, which cell comes next.
 
-A cell has a title: which call of the group it belongs to, counted from the first, and all that ranks must agree on for
-its bytes to mean what the reader takes them for. A reader looks at the title before it looks at the bytes.
+A cell has a title: the number of the call of the group that it belongs to, and everything that ranks must agree on for
+its bytes to be interpreted correctly. A reader checks the title before it reads the bytes.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ CELL_BYTES = 2 * 1024 * 1024
 """Large enough that a turn's overhead (some 20 us) is small beside its copy, small enough for the cache."""
 
 copy = ctypes.memmove
-"""copy(to, from, nbytes), addresses all: a tenth of a tensor copy's overhead, and no interpreter lock meanwhile."""
+"""copy(to, from, nbytes), by address: a tenth of a tensor copy's overhead, and no interpreter lock meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Details:
     """What ranks must agree on besides operation, dtype and length."""
 
     dtype: torch.dtype | None = None
-    """The tensor's own, where it is sent as another: complex numbers as pairs of real ones."""
+    """The user's dtype, where the tensor is sent as another: complex numbers as pairs of real ones."""
     reduction: str = ""
     root: int = -1
     layout: int = 0
     """Of a tensor that is not in row-major order: in which order its elements are sent."""
     buffer: int = -1
-    """Of shared tensors, which one, counted from the first."""
+    """The number of the allocation, for shared tensors."""
 
 
 NO_DETAILS = Details()
@@ -60,7 +60,7 @@ class Cell:
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def view(self, dtype: torch.dtype, length: int, start: int = 0) -> Tensor:
-        """`length` elements from byte `start` on. Kept: a training step asks for the same ones over and over."""
+        """`length` elements from byte `start` on. Cached: a training step uses the same views over and over."""
         key = (start, length, dtype)
         view = self._views.get(key)
         if view is None:
@@ -72,7 +72,7 @@ class Cell:
 
 
 class Board:
-    """One rank's hold on the board of a group."""
+    """One rank's handle on the board of a group."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Board:
         timeout: float,
         lane: Lane,
     ) -> None:
-        """`peers`: all ranks of the group but this one. Who made the segment has prepared it (`prepare_board`)."""
+        """`peers`: all ranks of the group but this one. Its maker has prepared the segment (`prepare_board`)."""
         self._lane = lane
         self.rank, self.size, self.peers, self.timeout = rank, len(peers) + 1, peers, timeout
         self.others = sorted(peers)
@@ -93,9 +93,9 @@ class Board:
         self._title = TITLE.pack(0, 0, 0, 0, 0, 0, 0, 0)
         self._calls = 0
         self.waits_for: int | None = None
-        """A rank that has not shown, or not released, what the call in progress needs."""
+        """The rank that the call in progress waits for, to show a cell or to release one."""
         self.details = NO_DETAILS
-        """Of the call that begins next."""
+        """The details of the call that begins next."""
         self._cells = [[Cell(cell) for cell in row] for row in cells]
         self._written = 0
         self._read = [0] * self.size
@@ -107,10 +107,10 @@ class Board:
         self._released = [(released[other][rank], peers[other]) for other in self.others]
 
     def begin(self, operation: str, nbytes: int = 0, dtype: torch.dtype = torch.uint8) -> None:
-        """From here on, every cell shown says what it belongs to, and every cell looked at must belong to the same.
+        """From here on, every cell shown carries this call's title, and every cell read must have the same.
 
-        Ranks that call different collectives, or the same with something else that matters, would else read each
-        other's bytes as something that they are not.
+        Otherwise ranks that call different collectives, or the same one with different arguments, would misread each
+        other's bytes.
         """
         details, self.details = self.details, NO_DETAILS
         self._calls += 1
@@ -133,7 +133,7 @@ class Board:
         return self._cells[self.rank][self._written % DEPTH]
 
     def show(self) -> None:
-        """The cell taken last is written: all others may read it, and so may we, until the cell's next turn."""
+        """Publish the cell taken last, now written: all ranks, this one too, may read it until the cell's next turn."""
         start = (self.rank * DEPTH + self._written % DEPTH) * TITLE.size
         self._titles[start : start + TITLE.size] = self._title
         self._written += 1
@@ -160,13 +160,13 @@ class Board:
         self.waits_for = None
 
     def release(self, writer: int) -> None:
-        """Done with the cell looked at last."""
+        """Release the cell that was read last."""
         self._read[writer] += 1
         post(self._to_release[writer])
 
     @property
     def last_call(self) -> tuple[int, str]:
-        """Its number, and what it is."""
+        """The number of the last call, and a description."""
         return self._calls, _what(self._title)
 
 
@@ -195,7 +195,7 @@ def _what(title: bytes) -> str:
 
 
 def _in_words(title: bytes, other: bytes) -> str:
-    """What a title says: always what was called, and what of the rest differs from the other title."""
+    """A title in words: what was called, and of the other fields those that differ from the other title."""
     number, _, layout, buffer, _, _, reduction, root = TITLE.unpack(title)
     theirs = TITLE.unpack(other)
     words = f"{_what(title)} elements"
@@ -211,7 +211,7 @@ def _in_words(title: bytes, other: bytes) -> str:
 
 
 def _semaphores(memory: Tensor, size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses, by who posts and who waits: of those that say `shown`, and of those that say `released`."""
+    """Addresses of the semaphores, by [poster][waiter]: those for `shown`, and those for `released`."""
     first, ranks = memory.data_ptr(), range(size)
 
     def table(kind: int) -> list[list[int]]:
@@ -223,7 +223,7 @@ def _semaphores(memory: Tensor, size: int) -> tuple[list[list[int]], list[list[i
 
 
 def prepare_board(segment: Segment, size: int) -> None:
-    """Before another rank can see it: one that came early would post a cell, and have it taken back here."""
+    """Initialize the semaphores before another rank can see them: an early rank's post would be overwritten here."""
     shown, released = _semaphores(torch.frombuffer(segment.memory, dtype=torch.uint8), size)
     for kind, value in ((shown, 0), (released, DEPTH)):
         for row in kind:

@@ -1,7 +1,7 @@
-"""The face of the shm backend: a torch.distributed process group in Python, which PyTorch's engines use unchanged.
+"""The shm backend as a torch.distributed process group in Python, which PyTorch's engines use unchanged.
 
 Collectives of a group run in order on one lane; each direction between two ranks has a lane of its own, so that a
-send can wait for its receiver while a receive goes on. A synchronous call is done by the caller itself.
+send can wait for its receiver while a receive proceeds. A synchronous call runs on the caller's thread.
 """
 
 # torch's stub overloads each method for callers' comfort; an engine calls the one form that we write.
@@ -57,19 +57,19 @@ class ShmGroup(dist.ProcessGroup):
         return board
 
     def shared_empty(self, length: int, dtype: torch.dtype) -> Tensor | None:
-        """A tensor that all-reduces without being copied; all ranks make theirs together. None: there is no room."""
+        """A tensor that all-reduces without being copied; all ranks must call this together. None: there is no room."""
         if self._size == 1 or length == 0:
             return None
         try:
             segment = self._rendezvous.make_segment(shared_bytes(self._size, length * dtype.itemsize))
-        except UserError:  # a small /dev/shm, as containers have: ordinary memory does as well, at a copy
+        except UserError:  # a small /dev/shm, as containers have: ordinary memory works too, at the cost of a copy
             return None
         self.barrier().wait()
         self._rendezvous.forget(segment)
         return self._shared.add(segment, self._rank, self._size, length, dtype)
 
     def calls(self) -> list[Call]:
-        """The last collective, and the messages that are waited for."""
+        """The last collective, and the sends and receives that are pending."""
         ranks, found = groups_by_name().get(self._name, tuple(range(self._size))), []
         if self._board is not None and self._board.last_call[0]:
             (number, what), peer = self._board.last_call, self._board.waits_for
@@ -138,7 +138,7 @@ class ShmGroup(dist.ProcessGroup):
         return self._collectives.submit(lambda: run(board), result)
 
     def _details(self, tensor: Tensor, op: Any = None, root: int = -1) -> Details:
-        """What all ranks must have in common in this call."""
+        """What all ranks must agree on in this call."""
         name = "" if op is None else reduction_name(op)
         return Details(memory.own_dtype(tensor), name, root, memory.layout(tensor))
 
@@ -226,7 +226,7 @@ class ShmGroup(dist.ProcessGroup):
         return self._submit(run, [output], opts)
 
     def _shared_parts(self, output: Tensor, part: Tensor) -> list[Tensor] | None:
-        """All ranks' parts, if all can see them: shared by themselves, or lying in place in a shared output."""
+        """All ranks' parts, if they are in shared memory: as tensors of their own, or in place in a shared output."""
         everyone = self._shared.find(output)
         if everyone is None:
             return self._shared.find(part)

@@ -1,7 +1,7 @@
-"""The mailbox: where one rank hands messages to one other, in order. Send and receive are made of it.
+"""The mailbox: passes messages from one rank to one other, in order. Send and receive are built on it.
 
 A message is a header (tag, bytes, dtype) and as many cells as it needs. The receiver takes messages as they come and
-gives each to the oldest receive of its tag; one that no receive has asked for yet is put aside.
+matches each with the oldest open receive of its tag; a message without a matching receive is put aside.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ DTYPE_OF = {number: dtype for dtype, number in DTYPES.items()}
 
 @dataclass
 class Arrival:
-    """That has come and has no receive yet."""
+    """A message that has arrived and has no matching receive yet."""
 
     tag: int
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass
 class Receive:
-    """That waits for its message."""
+    """An open receive, which waits for its message."""
 
     flat: Tensor
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Receive:
 
 
 class Mailbox:
-    """One end of the way from one rank to another; `peer` is the other end."""
+    """One end of the channel from one rank to another; `peer` is the other end."""
 
     def __init__(self, segment: Segment, peer: semaphore.Peer, timeout: float) -> None:
         self.peer, self.timeout, self.segment = peer, timeout, segment
@@ -117,7 +117,7 @@ class Outbox:
 
     @property
     def waits(self) -> bool:
-        """A message does not get rid of itself: the receiver has not taken the last ones."""
+        """A send is blocked: the receiver has not emptied the cells yet."""
         return self.mailbox is not None and self.mailbox.waits
 
 
@@ -149,7 +149,7 @@ class Inbox:
         return any(self._asked.values())
 
     def _deliver(self) -> LaneWork | None:
-        """Take messages until one is wanted; the receive that it completes."""
+        """Take messages until one matches an open receive. Returns that receive's work."""
         try:
             self.mailbox = self.mailbox or self._open()
             while True:

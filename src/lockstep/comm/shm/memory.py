@@ -27,13 +27,13 @@ def flat(tensor: Tensor, any_order: bool = False) -> Tensor:
 
 
 def own_dtype(tensor: Tensor) -> torch.dtype:
-    """Complex where torch.distributed has made it a view of pairs of real numbers, as it does before we see it."""
+    """The user's dtype: complex where torch.distributed has given us a view of pairs of real numbers instead."""
     base = tensor._base
     return base.dtype if base is not None and base.is_complex() else tensor.dtype
 
 
 def layout(tensor: Tensor) -> int:
-    """In which order the elements lie in memory: 0 for row-major, else a number that stands for sizes and strides."""
+    """The order of the elements in memory: 0 for row-major, else a hash of sizes and strides."""
     if tensor.is_contiguous():
         return 0
     number = 1
@@ -66,7 +66,7 @@ def rows(tensor: Tensor, splits: list[int], size: int) -> Sequence[Tensor]:
 
 
 def check_lists(inputs: Sequence[Tensor], outputs: Sequence[Tensor], size: int) -> None:
-    """Of an all_to_all: a tensor for each rank, all of one dtype."""
+    """Check the lists of an all_to_all: one tensor per rank, all of one dtype."""
     if len(inputs) != size or len(outputs) != size:
         raise ValueError(
             f"all_to_all over {size} ranks needs {size} tensors to send and to receive, but got {len(inputs)} and "

@@ -34,7 +34,7 @@ def _chunks(flat: Tensor, nbytes: int) -> Sequence[Tensor]:
 
 
 def _all_reduce_direct(board: Board, flat: Tensor, combine: Combine, wanted: bool = True) -> None:
-    """Every rank shows all it has, and each that wants the sum adds it up, in rank order: the same bits everywhere."""
+    """Every rank shows its whole tensor, and each that wants the sum adds in rank order: the same bits everywhere."""
     dtype, others, chunks = flat.dtype, board.others, _chunks(flat, CELL_BYTES)
     own = _show(board, chunks[0])
     for number, chunk in enumerate(chunks):
@@ -84,7 +84,7 @@ def _all_reduce_in_parts(board: Board, flat: Tensor, combine: Combine) -> None:
 
 
 Place = tuple[int, int]
-"""Where something lies: address and bytes. Tensors are made only of what is added."""
+"""An address and a number of bytes. Tensors are made only for what is added."""
 
 
 def _cut(chunk: Tensor, board: Board) -> tuple[list[Place], Tensor]:
@@ -105,7 +105,7 @@ def _part_bytes(board: Board) -> int:
 
 
 def _show_parts(board: Board, parts: Sequence[Place]) -> None:
-    """Part r goes where rank r will look for it; the own one stays at home."""
+    """Copy part r to where rank r reads it; this rank's own part is not copied."""
     cell, stride = board.take().address, _part_bytes(board)
     for other in board.others:
         address, nbytes = parts[other]
@@ -128,8 +128,8 @@ SHARED_CHUNK_BYTES = 1024 * 1024
 def all_reduce_shared(board: Board, everyone: Sequence[Tensor], combine: Combine) -> None:
     """Combine tensors that all ranks can see, each in place. Cost per rank and byte: add (n-1)/n + copy (n-1)/n.
 
-    Rank r adds up the r-th part of all ranks', where it lies, and writes the sum to where the others want it. Only
-    there are two waits: until all have arrived, and until all are done.
+    Rank r adds up the r-th part of all ranks' tensors in place, and writes the sum into the others' tensors. There
+    are only two waits: until all have arrived, and until all are done.
     """
     board.begin("all_reduce in shared memory", everyone[0].nbytes, everyone[0].dtype)
     _meet(board)
@@ -145,7 +145,7 @@ def all_reduce_shared(board: Board, everyone: Sequence[Tensor], combine: Combine
 
 
 def reduce_scatter_shared(board: Board, everyone: Sequence[Tensor], output: Tensor, combine: Combine) -> None:
-    """As `reduce_scatter`, of tensors that all ranks can see: each adds up its part where it lies."""
+    """As `reduce_scatter`, of tensors that all ranks can see: each reads the others' parts in place."""
     board.begin("reduce_scatter in shared memory", output.nbytes, output.dtype)
     _meet(board)
     parts = [tensor.chunk(board.size)[board.rank] for tensor in everyone]
@@ -159,7 +159,7 @@ def reduce_scatter_shared(board: Board, everyone: Sequence[Tensor], output: Tens
 
 
 def all_gather_shared(board: Board, everyone: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """As `all_gather`, of tensors that all ranks can see: each fetches the others', and that is the only copy."""
+    """As `all_gather`, of tensors that all ranks can see: each copies from the others, and that is the only copy."""
     board.begin("all_gather in shared memory", everyone[0].nbytes, everyone[0].dtype)
     _meet(board)
     for output, tensor in zip(outputs, everyone, strict=True):
@@ -169,14 +169,14 @@ def all_gather_shared(board: Board, everyone: Sequence[Tensor], outputs: Sequenc
 
 
 def reduce(board: Board, flat: Tensor, root: int, combine: Combine) -> None:
-    """The root's becomes the combination of all; the others' stay as they are."""
+    """The root's tensor becomes the reduction over all ranks; the others' stay unchanged."""
     board.begin("reduce", flat.nbytes, flat.dtype)
     if board.size > 1:
         _all_reduce_direct(board, flat, combine, wanted=board.rank == root)
 
 
 def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combine: Combine) -> None:
-    """`output` becomes the combination of every rank's `parts[rank]`; the parts stay as they are."""
+    """`output` becomes the reduction of every rank's `parts[rank]`; the parts stay unchanged."""
     board.begin("reduce_scatter", output.nbytes, output.dtype)
     if output.data_ptr() != parts[board.rank].data_ptr():
         copy(output.data_ptr(), parts[board.rank].data_ptr(), output.nbytes)
@@ -190,7 +190,7 @@ def reduce_scatter(board: Board, parts: Sequence[Tensor], output: Tensor, combin
 
 
 def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> None:
-    """`outputs[r]` becomes rank r's `own`. Who wants nothing (in a gather, all but the root) gives no outputs."""
+    """`outputs[r]` becomes rank r's `own`. A rank that needs no result (in a gather, all but the root) gives None."""
     board.begin("all_gather", own.nbytes, own.dtype)
     if outputs is not None and outputs[board.rank].data_ptr() != own.data_ptr():
         copy(outputs[board.rank].data_ptr(), own.data_ptr(), own.nbytes)
@@ -208,7 +208,7 @@ def all_gather(board: Board, own: Tensor, outputs: Sequence[Tensor] | None) -> N
 
 
 def broadcast(board: Board, flat: Tensor, root: int) -> None:
-    """All ranks get the root's. First all show what they call: two ranks that each take themselves for the root would
+    """All ranks get the root's tensor. First they compare titles: two ranks that both think they are the root would
     otherwise both send, and neither would read.
     """
     board.begin("broadcast", flat.nbytes, flat.dtype)
@@ -255,7 +255,7 @@ def all_to_all(board: Board, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 
 
 def _check_lengths(everyone: list[list[int]]) -> None:
-    """Every rank sees all of them, so all refuse alike."""
+    """Every rank sees the lengths of all ranks, so all raise."""
     size = len(everyone)
     for sender, lengths in enumerate(everyone):
         for receiver in range(size):

@@ -17,7 +17,7 @@ NO_ROOM = "none"
 
 
 class Rendezvous:
-    """One rank's side of it. Everything that is put into the store is taken out again once it has been read."""
+    """One rank's side of the rendezvous. Every key that is put into the store is deleted once it has been read."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self._store, self.rank, self.size, self.timeout = store, rank, size, timeout
@@ -27,7 +27,7 @@ class Rendezvous:
             self._meet()
 
     def _meet(self) -> None:
-        """Learn each other's processes."""
+        """Exchange hosts and process ids."""
         self._store.set(f"process/{self.rank}", f"{_host()} {os.getpid()}")
         everyone = [self._store.get(f"process/{rank}").decode().split() for rank in range(self.size)]
         for rank, (host, _) in enumerate(everyone):
@@ -44,11 +44,11 @@ class Rendezvous:
         return self.peers[other]
 
     def make_segment(self, nbytes: int, prepare: Callable[[Segment], None] | None = None) -> Segment:
-        """Memory of all ranks, who ask for it together; the first one makes it, prepares it, and sends its name.
+        """Shared memory; all ranks must call this together. Rank 0 makes it, prepares it, and publishes its name.
 
-        No room is an error on every rank.
+        If there is no room, every rank raises.
 
-        It has a name until `forget`, which all call once all have it.
+        It has a name until `forget`, which all ranks call once all have opened it.
         """
         key = f"segment/{self._segments}"
         self._segments += 1
@@ -68,7 +68,7 @@ class Rendezvous:
         return segment
 
     def forget(self, segment: Segment) -> None:
-        """A store that outlives this group must not lead a later one here."""
+        """Delete names and keys: a store that outlives this group must not lead a later group to this memory."""
         segment.forget_name()
         self._store.delete_key(f"process/{self.rank}")
         if self.rank == 0:
@@ -83,7 +83,7 @@ class Rendezvous:
         return mailbox
 
     def find_mailbox(self, peer: Peer) -> Mailbox:
-        """The receiver looks for it: a sender may come late, or never."""
+        """The receiver polls for it: the sender may make it late, or never."""
         key, deadline = f"mailbox/{peer.rank}/{self.rank}", time.monotonic() + self.timeout
         while not self._store.check([key]):
             give_up(peer, deadline, self.timeout, peer.has_ended())
@@ -94,7 +94,7 @@ class Rendezvous:
         return Mailbox(segment, peer, self.timeout)
 
     def await_opening(self, mailbox: Mailbox) -> None:
-        """What was sent must not be lost because its receiver has not looked yet."""
+        """Wait until the receiver has opened the mailbox: what was sent must not be lost."""
         deadline = time.monotonic() + self.timeout
         while mailbox.segment.is_named() and time.monotonic() < deadline and not mailbox.peer.has_ended():
             time.sleep(0.005)

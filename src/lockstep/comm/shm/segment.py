@@ -1,8 +1,8 @@
 """A named piece of memory in /dev/shm that several processes map, and that never outlives them.
 
-The name exists only until all ranks have opened it; after that the kernel frees the memory with its last process,
-however that ends. A process killed in between leaves its name behind: it carries the owner, and the next start
-removes what belongs to no process (`remove_leftovers`).
+The name exists only until all ranks have opened it; after that the kernel frees the memory when the last process ends,
+for whatever reason. A process killed before that leaves the name behind: it contains the owner's process, and the next
+start removes names whose owner is gone (`remove_leftovers`).
 """
 
 import mmap

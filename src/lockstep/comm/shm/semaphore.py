@@ -12,14 +12,14 @@ import time
 
 from lockstep.errors import PeerError
 
-LIBC = ctypes.CDLL(None)  # releases the interpreter lock around a call: for the ones that may sleep
-QUICK = ctypes.PyDLL(None)  # keeps it: for the ones that never do
+LIBC = ctypes.CDLL(None)  # releases the interpreter lock around a call: for functions that may sleep
+QUICK = ctypes.PyDLL(None)  # keeps the lock: for functions that never sleep
 SIZE = 64
 """Bytes per semaphore: a sem_t has 32, and two must not share a line of the cache."""
 SPINS = 200
-"""How often to look before going to sleep: some 0.2 ms, about what being woken takes on a virtual machine."""
+"""How often to poll before going to sleep: some 0.2 ms, about as long as a wake-up takes on a virtual machine."""
 LOOK_EVERY = 0.2
-"""Seconds asleep before looking whether the other process still lives."""
+"""Seconds of sleep between checks that the other process is alive."""
 
 
 class _Timespec(ctypes.Structure):
@@ -38,7 +38,7 @@ QUICK.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
 
 post = QUICK.sem_post
 try_wait = QUICK.sem_trywait
-"""0 if it could take one."""
+"""0 if it has decremented the semaphore."""
 
 
 def initialize(address: int, value: int) -> None:
@@ -52,10 +52,10 @@ class Peer:
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank, self.pid = rank, pid
-        self._descriptor = os.pidfd_open(pid)  # readable once the process has ended; never a later namesake
+        self._descriptor = os.pidfd_open(pid)  # readable once the process has ended; a reused pid does not matter
 
     def has_ended(self) -> bool:
-        look = select.poll()  # one's own: several threads wait for one rank, and a poll object takes one at a time
+        look = select.poll()  # one per call: several threads wait for one rank, and a poll object takes one at a time
         look.register(self._descriptor, select.POLLIN)
         return bool(look.poll(0))
 
@@ -64,9 +64,9 @@ class Peer:
 
 
 def wait(address: int, peer: Peer, timeout: float, beside: bool) -> None:
-    """Take one from the semaphore, which `peer` posts.
+    """Decrement the semaphore, which `peer` posts.
 
-    `beside` other work of this process, sleep at once: looking again and again would take the core from it.
+    `beside`: this process computes meanwhile, so sleep at once: polling would take the core from that.
     """
     for _ in range(0 if beside else SPINS):
         if try_wait(address) == 0:
@@ -83,7 +83,7 @@ def wait(address: int, peer: Peer, timeout: float, beside: bool) -> None:
 
 
 def _sleep(address: int, seconds: float) -> bool:
-    """Until the semaphore could be taken, or the time is over. By the monotonic clock, where libc has that."""
+    """Sleep until the semaphore is decremented, or the time is over. By the monotonic clock, where libc has that."""
     until = seconds + (time.monotonic() if HAS_CLOCKWAIT else time.time())
     moment = _Timespec(int(until), int(until % 1 * 1e9))
     if HAS_CLOCKWAIT:
@@ -92,7 +92,7 @@ def _sleep(address: int, seconds: float) -> bool:
 
 
 def give_up(peer: Peer, deadline: float, timeout: float, ended: bool) -> None:
-    """Raise if there is nothing to wait for any more."""
+    """Raise if the peer has ended or the timeout is over."""
     if ended:
         raise PeerError(f"rank {peer.rank} (process {peer.pid}) has ended, and this rank waits for it")
     if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """Tensors that live in shared memory from the start, so that a collective on them copies nothing in or out.
 
-All ranks of a group make one together; each gets its own, and sees all. What a rank would otherwise have to
-show chunk by chunk on the board is then already there for all to read, and a result can be written to where it is
+All ranks of a group allocate them together; each gets its own tensor and can access all of them. What a rank would
+otherwise copy to the board chunk by chunk can be read by all in place, and a result can be written to where it is
 wanted.
 """
 
@@ -18,7 +18,7 @@ _held = 0
 
 
 def held_bytes() -> int:
-    """Bytes of this rank's own shared tensors that are alive: no allocator of torch's counts them."""
+    """Bytes of this rank's live shared tensors, which none of torch's allocators counts."""
     return _held
 
 
@@ -31,7 +31,7 @@ def _stride(nbytes: int) -> int:
 
 
 class SharedTensors:
-    """All ranks' tensors of one allocation, by rank. Forgotten when this rank's own is no longer used."""
+    """For each allocation, all ranks' tensors by rank. An allocation is dropped when this rank's tensor is freed."""
 
     def __init__(self) -> None:
         self._by_address: dict[int, list[Tensor]] = {}
@@ -43,7 +43,7 @@ class SharedTensors:
         memory, nbytes = torch.frombuffer(segment.memory, dtype=torch.uint8), length * dtype.itemsize
         everyone = [memory[r * _stride(nbytes) :][:nbytes].view(dtype) for r in range(size)]
         own = everyone[rank]
-        # `everyone` must not keep the rank's own tensor object alive: it is by its end that we know.
+        # `everyone` must not keep this rank's tensor object alive: its finalizer tells us when to drop the allocation.
         everyone[rank] = own.data
         self._by_address[own.data_ptr()] = everyone
         self._numbers[own.data_ptr()] = self._made
@@ -53,10 +53,10 @@ class SharedTensors:
         return own
 
     def find(self, flat: Tensor, beginning: bool = False) -> list[Tensor] | None:
-        """All ranks', if `flat` is a tensor made here; or the `beginning` of one.
+        """All ranks' tensors, if `flat` is one that was allocated here; or, with `beginning`, a prefix of one.
 
-        Only what has the same place on every rank may be looked for by its beginning: the first rank's part of a
-        tensor begins where the tensor does, and the other ranks' parts do not.
+        Use `beginning` only for what starts at the same offset on every rank: the first rank's part of a
+        tensor starts where the tensor does, but the other ranks' parts do not.
         """
         everyone = self._by_address.get(flat.data_ptr())
         if everyone is None or everyone[0].dtype != flat.dtype:
@@ -66,7 +66,7 @@ class SharedTensors:
         return [t[: flat.numel()] for t in everyone] if beginning and everyone[0].numel() > flat.numel() else None
 
     def number(self, everyone: list[Tensor], rank: int) -> int:
-        """Which one, counted from the first: the same on every rank."""
+        """The number of the allocation, counted from the first: the same on every rank."""
         return self._numbers.get(everyone[rank].data_ptr(), -1)
 
     def __bool__(self) -> bool:

@@ -1,9 +1,9 @@
-"""Attention of some queries to some keys, with what is needed to put several such blocks together.
+"""Attention of some queries to some keys, with what is needed to merge several such blocks.
 
-A block gives its outputs and, for each query, the log of the sum of its exponentials (log-sum-exp): how much weight it
-has among all blocks. Backward of a block needs the outputs and log-sum-exps of all blocks together, and nothing else of
-the others. These are the kernels that torch's scaled_dot_product_attention runs, called for their second result, which
-it keeps to itself: the one place that needs their names.
+A block returns its outputs and, for each query, the log of the sum of its exponentials (log-sum-exp): its weight
+among all blocks. Backward of a block needs the merged outputs and log-sum-exps, and nothing else from the other blocks.
+The kernels are those of torch's scaled_dot_product_attention, called directly because it does not return the
+log-sum-exp: this is the only file that needs their names.
 """
 
 from math import sqrt
@@ -31,7 +31,7 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Both:
 def attention_block_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v. `out` and `lse` are of all blocks together."""
+    """Gradients of q, k and v. `out` and `lse` are those of all blocks merged."""
     if q.device.type == "cpu":
         for_q, for_k, for_v = OPS._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, causal
@@ -51,7 +51,7 @@ def attention_block_backward(
 def backward_by_hand(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where there is no kernel: what one does."""
+    """The same by hand, where there is no kernel."""
     weights = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
     for_v = weights.transpose(-1, -2) @ gradient
     for_scores = weights * (gradient @ v.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True))
@@ -72,7 +72,7 @@ def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def joined(first: Both, second: Both) -> Both:
-    """Two blocks of the same queries as one: each weighs what its exponentials sum to."""
+    """Merge two blocks of the same queries, each weighted by the sum of its exponentials."""
     (out_a, lse_a), (out_b, lse_b) = first, second
     lse = torch.logaddexp(lse_a, lse_b)
     weight_a, weight_b = ((part - lse).exp().unsqueeze(-1) for part in (lse_a, lse_b))

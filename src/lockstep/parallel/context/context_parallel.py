@@ -1,20 +1,20 @@
-"""Context parallelism by hand: a sequence cut over the ranks, and attention over all of it.
+"""Context parallelism by hand: each rank holds part of a sequence, and attention covers all of it.
 
-Who has what. With causal attention late positions attend to more than early ones: equal pieces would be unequal work.
+Placement. With causal attention late positions attend to more keys than early ones: equal runs would be unequal work.
 A sequence is cut into 2n chunks, and rank r has chunk r and chunk 2n - 1 - r ("zig-zag"): one early, one late.
 
     n = 2     chunk     0   1   2   3
               rank      0   1   1   0
 
-Ring attention. Keys and values go round the ring, n - 1 times to the next rank; each rank attends with its queries to
-what is there, while the next block is in flight. The blocks' outputs are put together by their log-sum-exps (online
-softmax), so no rank ever has scores of the whole sequence. In zig-zag a block from an earlier rank is attended to in
-its first half by all queries, one from a later rank in whole by the second half of the queries: the same work for every
-rank at every step. Only outputs and log-sum-exps are kept; backward sends keys and values round again, and their
-gradients follow them, one step behind, from the first rank after their own until they are home.
+Ring attention. Keys and values go round the ring, n - 1 times to the next rank; each rank's queries attend to the
+current block, while the next block is in flight. The blocks' outputs are merged by their log-sum-exps (online
+softmax), so no rank ever has scores of the whole sequence. In zig-zag, all queries attend to the first half of a block
+from an earlier rank, and the second half of the queries to all of a block from a later rank: the same work for every
+rank at every step. Only outputs and log-sum-exps are saved; backward sends keys and values round again, and their
+gradients follow one step behind, each rank adding its share, until they are back on the block's own rank.
 
-Ulysses. An all-to-all gives every rank all positions of some heads; attention is the ordinary one; an all-to-all back.
-Fewer bytes, of which none can be hidden, and at most as many ranks as heads.
+Ulysses. An all-to-all gives every rank all positions of some heads; then ordinary attention, and an all-to-all back.
+It sends fewer bytes, but none of them overlap with compute, and there can be at most as many ranks as heads.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ from lockstep.uncompiled import uncompiled
 
 
 def positions_of(rank: int, ranks: int, length: int) -> Tensor:
-    """Which of `length` positions are a rank's: two chunks, of one from each end."""
+    """Which of `length` positions a rank holds: two chunks, one from each end."""
     if length % (2 * ranks):
         raise UserError(
             f"a sequence of {length} positions cannot be cut into {2 * ranks} equal chunks, two for each of {ranks} "
@@ -47,7 +47,7 @@ def positions_of(rank: int, ranks: int, length: int) -> Tensor:
 
 
 def shard_sequence(tensor: Tensor, dim: int, process_group: GroupLike = None) -> Tensor:
-    """This rank's positions of a tensor that every rank has whole; `dim` is that of the positions.
+    """This rank's positions of a tensor that every rank holds in full; `dim` is the sequence dimension.
 
         mine = lockstep.shard_sequence(tokens, dim=1)
 
@@ -75,7 +75,7 @@ def gather_sequence(tensor: Tensor, dim: int, process_group: GroupLike = None) -
 
 
 def natural_order(group: Group, length: int) -> Tensor:
-    """Where each position lies when the ranks' parts are laid end to end."""
+    """The index of each position in the concatenation of the ranks' parts."""
     laid = torch.cat([positions_of(rank, group.size, length) for rank in range(group.size)])
     return laid.argsort()
 
@@ -138,7 +138,7 @@ class Seen:
 
 
 class _Ring(torch.autograd.Function):
-    """Attention over the ring of ranks: keys and values travel, and in backward their gradients with them."""
+    """Ring attention: keys and values are sent round the ring, and in backward their gradients too."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: Group) -> Tensor:
@@ -168,7 +168,7 @@ class _Ring(torch.autograd.Function):
         group, causal = ctx.group, ctx.causal
         gradient = gradient.contiguous()
         for_q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-        following: Rotation | None = None  # gradients of the block that is here, from the ranks before
+        following: Rotation | None = None  # gradients of the current block, from the ranks before
         for step in range(group.size):
             flight = Rotation(block, group) if step < group.size - 1 else None
             seen = Seen(group.rank, (group.rank - step) % group.size, causal, q.shape[2])
@@ -183,7 +183,7 @@ class _Ring(torch.autograd.Function):
                 here = following.wait()
             for index, part in enumerate(found[1:]):
                 here[index][:, :, seen.keys] += shrunk(part, block.shape[2])
-            if step == 0:  # of this rank's own block: they are home
+            if step == 0:  # this rank's own block: its gradients stay here
                 own = here
             else:
                 following = Rotation(here, group)
@@ -194,18 +194,18 @@ class _Ring(torch.autograd.Function):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What blocks are added up in."""
+    """The dtype in which blocks are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for every head of queries; several share one."""
+    """Keys and values repeated for every query head, where several share one."""
     sharing = q.shape[1] // k.shape[1]
     return (k, v) if sharing == 1 else (k.repeat_interleave(sharing, 1), v.repeat_interleave(sharing, 1))
 
 
 def shrunk(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of keys that several heads of queries share."""
+    """A gradient summed over the query heads that share a key head."""
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
 
 
@@ -242,7 +242,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, proc
 
 
 class _ChangePlaces(torch.autograd.Function):
-    """Every rank gives each other a part of dimension `given`, and takes its part of `taken`: heads for positions, or
+    """An all-to-all that splits dimension `given` over the ranks and gathers `taken`: heads and positions, or
     back. Backward is the opposite.
     """
 

@@ -1,14 +1,14 @@
 """What context parallelism sends in one layer of attention; n ranks, each with 1/n of the positions.
 
-ring      keys and values to the next rank, n - 1 times in forward and again in backward, and so their gradients
-ulysses   queries, keys, values and outputs change places (all-to-all) in forward, their gradients in backward
+ring      keys and values to the next rank, n - 1 times in forward and again in backward; their gradients as often
+ulysses   an all-to-all of queries, keys, values and outputs in forward, and of their gradients in backward
 """
 
 from lockstep.parallel.law import Sent, all_to_all, message
 
 
 def hops(n: int) -> int:
-    """Of a ring, in forward; backward has as many of keys and values, and as many of their gradients."""
+    """Hops of a ring in forward; backward has as many for keys and values, and as many for their gradients."""
     return n - 1
 
 

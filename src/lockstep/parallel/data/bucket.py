@@ -4,7 +4,7 @@
 
 The tail holds one number per parameter: 1 where this rank's backward produced a gradient. Summed with the gradients it
 says how many ranks used the parameter, so that "unused everywhere" (`grad` stays None) and "unused here" (`grad`
-becomes the average) can be distinguished without a collective of their own. The last bucket carries one number more,
+becomes the average) can be distinguished without a separate collective. The last bucket carries one more number,
 this rank's `Outcome` of the backward pass: COMPLETE, LATE or FAILED.
 """
 
@@ -23,13 +23,13 @@ T = TypeVar("T", bound=Tensor)
 
 
 class Outcome(float, Enum):
-    """Of a rank's backward pass; ranks add theirs up, so the worst one stands out in the sum."""
+    """The outcome of a rank's backward pass; it is summed over the ranks, and the worst one dominates the sum."""
 
     COMPLETE = 0.0
     LATE = 1.0
     """Some gradients were ready after their bucket had been issued."""
     FAILED = inf
-    """An error ended it: this rank's gradients count for nothing."""
+    """It raised an error: this rank's gradients are invalid."""
 
     @classmethod
     def worst(cls, total: float) -> "Outcome":
@@ -75,7 +75,7 @@ class Bucket:
     def place(self, index: int) -> None:
         """Move a parameter's gradient into the buffer, divided by the number of ranks in the same pass.
 
-        Dividing before the sum makes the sum a mean, and keeps fp16 from overflowing. Until the mean is there the
+        Dividing before the sum makes the sum a mean, and keeps fp16 from overflowing. Until the mean is ready the
         parameter has no gradient: another backward must not add to a buffer that is in flight.
         """
         parameter, view = self.parameters[index], self.views[index]
@@ -99,7 +99,7 @@ class Bucket:
                     self.views[index].zero_()
 
     def raise_flags(self) -> None:
-        """Write down which gradients are this rank's."""
+        """Set the flags: for which parameters this rank has a gradient."""
         self.used.fill_(1.0)
         self.outcomes.fill_(self.outcome.value)
         if self.missing:
@@ -108,7 +108,7 @@ class Bucket:
                     self.used[index] = 0.0
 
     def sum_over_ranks(self, tensor: Tensor, purpose: str = "gradients") -> Pending:
-        """Begin to add up what crosses the network for this bucket."""
+        """Issue the all-reduce of what is sent for this bucket."""
         return all_reduce_async(tensor, group=self.group, purpose=purpose, algorithm=self.algorithm)
 
     def unused_slices(self) -> list[slice]:

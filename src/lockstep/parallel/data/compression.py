@@ -1,9 +1,9 @@
-"""How a bucket crosses the network: as it is, or smaller.
+"""How a bucket is sent: as it is, or compressed.
 
 Every method takes a bucket whose gradients are already divided by the number of ranks, starts the communication and
 returns a function that waits for it and leaves the sum over the ranks, that is the mean gradient, in the bucket.
 
-`topk` and `powersgd` lose something in each step and keep it: what was not sent is added to the next step's gradient
+`topk` and `powersgd` send only part of the gradient in each step; the rest is added to the next step's gradient
 (error feedback). Summed over the ranks, sent + kept = all gradients so far, exactly.
 """
 
@@ -27,7 +27,7 @@ class Reducer(ABC):
         """Begin; the returned function waits and writes the result into the bucket."""
 
     def forget_step(self) -> None:
-        """The last step's gradients were not applied: undo what was remembered of them."""
+        """The last step's gradients were not applied: restore the state from before it."""
 
     def state(self) -> dict[str, Tensor]:
         """What must survive a checkpoint."""
@@ -62,7 +62,7 @@ class Cast(Reducer):
 
 
 class ErrorFeedback(Reducer):
-    """The part that topk and powersgd share: what was not sent is remembered."""
+    """Shared by topk and powersgd: what was not sent is kept as a residual."""
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
@@ -72,7 +72,7 @@ class ErrorFeedback(Reducer):
         self.residual = self._before
 
     def add_residual(self, bucket: Bucket) -> Tensor:
-        """Add what earlier steps kept back. Parameters without a gradient in this step keep theirs for later."""
+        """Add the residual of earlier steps. Parameters without a gradient in this step keep theirs for later."""
         if self.residual is None:
             self.residual = torch.zeros_like(bucket.gradients)
         bucket.gradients += self.residual
@@ -166,7 +166,7 @@ class PowerSGD(ErrorFeedback):
                 matrix.copy_(p @ self.q[i].T)
             for target, part in zip(whole, parts, strict=True):
                 target.copy_(part)
-            # Each rank takes its share of what was sent out of what it had; `scale` is 1 / ranks.
+            # Each rank subtracts its share of what was sent from what it had; `scale` is 1 / ranks.
             unsent = before.sub_(bucket.gradients, alpha=bucket.scale)
             for i, slice_ in enumerate(bucket.slices):
                 if i not in matrices:  # sent whole

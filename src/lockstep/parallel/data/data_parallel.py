@@ -12,8 +12,8 @@ How the communication goes, per step:
        overlap    one parameter                  as soon as its gradient is ready
        bucketed   parameters up to `bucket_mb`   as soon as all its gradients are ready
 
-3. when backward is over, what has not been issued is, and all are waited for; then `p.grad` is the mean over the ranks,
-   and every rank's optimizer takes the same step
+3. when backward is over, the remaining all-reduces are issued, and all are waited for; then `p.grad` is the mean over
+   the ranks, and every rank's optimizer takes the same step
 
 All-reduces are issued in the same order on every rank, whatever order the gradients come in: collectives are matched
 by order, and a rank that skips a parameter must not swap two of them.
@@ -108,7 +108,7 @@ class DataParallel(GradientWrapper):
                 self._issue_ready_buckets()
 
     def _issue_ready_buckets(self) -> None:
-        """In order, as far as they are ready; the last one is issued when backward is over."""
+        """In order, as far as buckets are ready; the last bucket is issued when backward is over."""
         while self._issued < len(self.buckets) - 1 and self.buckets[self._issued].missing == 0:
             self._issue_next()
 
@@ -130,12 +130,12 @@ class DataParallel(GradientWrapper):
             average_sparse_gradient(parameter, self.group)
 
     def _finish_all_reduces(self, failed: bool = False) -> bool:
-        """Issue what has not been issued and wait for everything. True if some rank has late gradients. `failed`: this
-        rank's backward has, and its gradients count for nothing; on the other ranks that is an error.
+        """Issue the remaining all-reduces and wait for all. True if some rank has late gradients. `failed`: this
+        rank's backward has raised, and its gradients are invalid; the other ranks then raise an error.
 
-        A gradient is late if its parameter's first is already in the bucket: with re-entrant checkpointing, or (manual)
-        after a second backward. It then stands alone in `p.grad`. The last bucket carries whether any rank has such
-        a one (on GPUs the hosts exchange it, rather than wait for it); if so, each adds its own to the mean, and
+        A gradient is late if its parameter already has one in the bucket: with re-entrant checkpointing, or (manual)
+        after a second backward. It is then left in `p.grad`. The last bucket carries whether any rank has late
+        gradients (on GPUs the hosts exchange that, rather than wait for it); if so, each adds its own to the mean, and
         everything is averaged once more: the mean over the ranks of (mean of the first + own late one) is the mean of
         both.
         """
@@ -162,7 +162,7 @@ class DataParallel(GradientWrapper):
         return bool(self.buckets) and self._worst_outcome(outcome) is Outcome.LATE
 
     def _worst_outcome(self, local: Outcome) -> Outcome:
-        """Of all ranks' backward passes."""
+        """The worst outcome of all ranks' backward passes."""
         last = self.buckets[-1]
         device = last.buffer.device
         if flag_device(self.group, device) == device:
@@ -195,7 +195,7 @@ class DataParallel(GradientWrapper):
         return [reducer.state() for reducer in self._reducers]
 
     def forget_step(self) -> None:
-        """The step was skipped: compression takes back what it remembered of its gradients."""
+        """The step was skipped: compression restores its residuals from before the step."""
         for reducer in self._reducers:
             reducer.forget_step()
 

@@ -5,7 +5,7 @@
     topk         an all-gather of values and one of indices, of each bucket     Ψ · ratio · (n-1) of each
     powersgd     an all-reduce of each of two thin factors                      2(n-1)/n · rank · (rows + columns)
 
-Ψ is the number of trained elements. With them travel the flags: one for each parameter ("used on this rank") and one
+Ψ is the number of trained elements. Flags are sent with them: one for each parameter ("used on this rank") and one
 for the outcome of backward. A rank holds all of Ψ: as parameters, as gradients and in the optimizer's state.
 """
 
@@ -14,7 +14,7 @@ from math import ceil, prod
 from lockstep.parallel.law import NOTHING, Sent, Shape, all_gather, all_reduce
 
 FIRST_BUCKET_SHARE = 1 / 3
-"""Of a bucket's size: the first bucket closes early, so that communication begins early."""
+"""Size of the first bucket relative to the others: it closes early, so that communication starts early."""
 
 
 def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float, first_share: float = 1.0) -> list[list[int]]:

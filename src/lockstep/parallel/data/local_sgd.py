@@ -3,8 +3,8 @@
 Every rank takes K optimizer steps on its own data without any communication, then:
 
 - Local SGD (no outer optimizer): the parameters become their mean over the ranks.
-- DiLoCo (Douillard et al. 2023): the mean's distance from where all ranks last met is treated as a gradient, and an
-  outer optimizer (SGD with Nesterov momentum) takes one step with it from there.
+- DiLoCo (Douillard et al. 2023): the last common parameters minus the mean serve as a gradient, and an
+  outer optimizer (SGD with Nesterov momentum) takes one step with it from the last common parameters.
 
 The traffic is 1/K of data parallelism's. With K = 1, plain averaging and an optimizer that is linear in the gradient
 (SGD, with or without momentum), it is data parallelism.
@@ -33,7 +33,7 @@ class LocalSGD(Holder):
         optimizer.step()
         averaging.after_step()
 
-    `outer_lr` above 0: DiLoCo, which takes the averaged change for a gradient of Nesterov's momentum.
+    `outer_lr` above 0: DiLoCo, an outer step of SGD with Nesterov momentum on the averaged change.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LocalSGD(Holder):
             self.outer = torch.optim.SGD(self.outer_parameters, outer_lr, outer_momentum, nesterov=outer_momentum > 0)
 
     def after_step(self) -> bool:
-        """Count one step; True if the ranks met."""
+        """Count one step; True if parameters were averaged."""
         self.steps += 1
         if self.steps % self.every:
             return False
@@ -67,7 +67,7 @@ class LocalSGD(Holder):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the model now; also to be called after the last step, where ranks may still be apart."""
+        """Average the model now; call it also after the last step, when ranks may still differ."""
         self._average([p.data for p in self.trainable])
         self._average([b for b in self.module.buffers() if b.is_floating_point()])
         if self.outer is not None:
@@ -101,7 +101,7 @@ class LocalSGD(Holder):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """The model has been replaced by one that all ranks have in common: go on from there."""
+        """The model has been replaced by one that is the same on all ranks: continue from there."""
         self.steps = 0
         for mine, parameter in zip(self.outer_parameters, self.trainable if self.outer_parameters else [], strict=True):
             mine.copy_(parameter)

@@ -1,12 +1,12 @@
-"""What the wrappers have in common that make gradients the mean over the ranks, and how all ranks start alike.
+"""The base of the wrappers that average gradients over the ranks, and how all ranks start with the same model.
 
-When a backward pass is over. Autograd has no hook for it, but it runs callbacks that were queued while it ran. A round
-is opened by the first sign of a backward pass, the gradient of an output or of a parameter, whichever comes first; that
-queues the callback, and the callback closes the round: what has not been sent is sent, everything is waited for, and
+The end of a backward pass. Autograd has no hook for it, but it runs callbacks that were queued during the pass. A round
+is opened by the first gradient of a backward pass, that of an output or of a parameter, whichever comes first; that
+queues the callback, and the callback closes the round: it issues the remaining reductions and waits for all, and then
 the gradients are the mean. So after `loss.backward()` there is nothing left to call, as with PyTorch's DDP and FSDP2.
 
-A rank on which neither an output nor a parameter took part in the loss sees no sign; it has to call
-`finish_gradient_synchronization()`, as the others would wait for it. With DDP they would hang.
+On a rank where neither an output nor a parameter took part in the loss, no hook fires; it has to call
+`finish_gradient_synchronization()`, because the others wait for it. With DDP they would hang.
 """
 
 import weakref
@@ -31,7 +31,7 @@ from lockstep.parallel.holding import Holder
 class GradientWrapper(nn.Module, Holder, ABC):
     """Call it like the module; after `backward()` the gradients are the mean over the ranks.
 
-    `manual`: they are only after `finish_gradient_synchronization()`, and the next forward fails without that call.
+    `manual`: only after `finish_gradient_synchronization()`, and the next forward fails without that call.
     """
 
     def __init__(self, module: nn.Module, group: Group, manual: bool = False) -> None:
@@ -41,11 +41,11 @@ class GradientWrapper(nn.Module, Holder, ABC):
         self._round_is_open = False
         """A backward pass has begun, and its gradients are not the mean yet."""
         self._forward_ran = False
-        """Since the last round was closed."""
+        """A forward pass has run since the last round was closed."""
         self._buffers_may_differ = True
-        """The last forward pass that trained was one whose gradients are averaged."""
+        """The last training forward was not under `no_sync`, so running statistics may differ between ranks."""
         self._last_of: Collection[Tensor] | None = None
-        """Inside `last_backward`: the parameters to whose gradients this pass adds for the last time."""
+        """Inside `last_backward`: the parameters whose gradients this pass completes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.before_forward()
@@ -62,13 +62,13 @@ class GradientWrapper(nn.Module, Holder, ABC):
                 )
             self.zero_grad()  # a backward that failed: on every rank alike, or the others would wait for it
         self._forward_ran = True
-        # As DDP: a forward under no_sync leaves the buffers of the next one alone.
+        # As in DDP: buffers are not broadcast before a forward that follows one under no_sync.
         if self._buffers_may_differ:
             broadcast_buffers(self.module, self.group)
         self._buffers_may_differ = self._synchronizing
 
     def watch_outputs(self, outputs: Any) -> Any:
-        """Learn of a backward pass as soon as it begins."""
+        """Hook the outputs, to notice a backward pass as soon as it begins."""
         if torch.is_grad_enabled():
             for value in tree_flatten(outputs)[0]:
                 if isinstance(value, Tensor) and value.requires_grad:
@@ -97,12 +97,12 @@ class GradientWrapper(nn.Module, Holder, ABC):
 
     @abstractmethod
     def close_round(self) -> None:
-        """Send what has not been sent, wait for everything, and hand the means over. Every rank does so alike."""
+        """Issue the remaining reductions, wait for all, and set the averaged gradients. Every rank must call it."""
 
     def watch(self, parameter: Tensor) -> None:
         """Have autograd call `gradient_ready` each time it has added to a parameter's gradient.
 
-        The hook refers to the wrapper weakly: a module outlives a wrapper that is thrown away, and its hooks with it.
+        The hook holds only a weak reference to the wrapper: the module, and its hooks with it, may outlive the wrapper.
         """
         weak_self = weakref.ref(self)
 
@@ -111,18 +111,18 @@ class GradientWrapper(nn.Module, Holder, ABC):
             if wrapper is None or not wrapper._synchronizing:
                 return
             if wrapper._last_of is not None and parameter not in wrapper._last_of:
-                return  # another part of the model, whose last backward is still to come, adds to it
+                return  # this pass does not complete its gradient
             wrapper.backward_began()
             wrapper.gradient_ready(parameter)
 
         parameter.register_post_accumulate_grad_hook(accumulated)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """A parameter's gradient is this rank's, of all of its samples; a bucket of which all are is reduced."""
+        """A parameter's gradient is complete on this rank; a bucket whose gradients are all complete is reduced."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to each rank's own whole gradients; the next backward outside averages the sum."""
+        """Inside, backward accumulates each rank's unreduced gradients; the next backward outside averages the sum."""
         before, self._synchronizing = self._synchronizing, False
         try:
             yield
@@ -131,10 +131,10 @@ class GradientWrapper(nn.Module, Holder, ABC):
 
     @contextmanager
     def last_backward(self, complete: Collection[Tensor], pending: Collection[Tensor] | None) -> Iterator[None]:
-        """Around the last of several backward passes, the others of which were under `no_sync`: for pipelines, where a
-        pass is about some of the parameters. With `manual` only: `finish_gradient_synchronization()` ends the step.
+        """Around the last of several backward passes; the earlier ones were under `no_sync`. For pipelines, where one
+        pass reaches only some of the parameters. With `manual` only: `finish_gradient_synchronization()` ends the step.
 
-        `complete`: parameters to whose gradients no later pass adds. `pending`: those of them to which this one does;
+        `complete`: parameters whose gradients no later pass adds to. `pending`: those of them that this one adds to;
         None: all.
         """
         assert self.manual, "the end of this pass is not the end of the step's backward"
@@ -151,7 +151,7 @@ class GradientWrapper(nn.Module, Holder, ABC):
 
 
 def when_backward_is_over(callback: Callable[[], None]) -> None:
-    """Only inside a backward pass. The one private name that this needs: DDP and FSDP use it too."""
+    """Call it only inside a backward pass. It needs one private name of torch, which DDP and FSDP use too."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -165,14 +165,14 @@ def backward_is_running() -> bool:
 
 
 class Flags:
-    """All-reduced between the hosts: which parameters some rank has used, and whether one has late gradients."""
+    """Flags, all-reduced between the hosts: which parameters any rank has used, and whether any has late gradients."""
 
     def __init__(self, used: list[bool], late: bool, device: torch.device, group: Group) -> None:
         self._flags = torch.tensor([*used, late], dtype=torch.float32, device=flag_device(group, device))
         self._pending = all_reduce_async(self._flags, group=group, purpose="flags")
 
     def read(self) -> tuple[list[bool], bool]:
-        """The same, of any rank."""
+        """(which parameters any rank has used, whether any rank has late gradients)."""
         self._pending.wait()
         *used, late = (self._flags > 0).tolist()
         return used, late
@@ -228,7 +228,7 @@ def broadcast_module(module: nn.Module, group: GroupLike = None) -> None:
 
 @torch.no_grad()
 def broadcast_tensor(tensor: Tensor, group: GroupLike = None) -> None:
-    """All ranks take the first one's, in place, also where it is not contiguous; of a DTensor, its part."""
+    """Copy the first rank's tensor to all, in place, also if it is not contiguous; of a DTensor, the local shard."""
     if _known_equal or group_of(group).size == 1:
         return
     mine = local(tensor.data)

@@ -1,4 +1,4 @@
-"""Where a list of layers is cut into parts that follow each other, so that the costliest costs least."""
+"""Cuts a list of layers into consecutive parts, so that the costliest part is as cheap as possible."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from lockstep.errors import UserError
 def even_cuts(costs: Sequence[int], parts: int) -> list[int]:
     """Where each part after the first begins. Costs are 1 or more.
 
-    best[end]: the costliest of so many parts that cover the layers before `end`. One more part begins where what is
-    before it grows as costly as the part itself: earlier makes the part costlier, later what is before it.
+    best[end]: the cost of the costliest part when the layers before `end` are cut best into so many parts. One more
+    part begins where best[begin] reaches the cost of that part: earlier raises the part's cost, later best[begin].
     """
     layers = len(costs)
     if layers < parts:

@@ -1,4 +1,4 @@
-"""What a pipeline idles, holds and sends: p ranks, m micro-batches, v chunks of a rank.
+"""How long a pipeline's ranks idle, and what they hold and send: p ranks, m micro-batches, v chunks per rank.
 
 A forward takes 1, a backward 2 (half of it for the weights).
 
@@ -10,7 +10,7 @@ A forward takes 1, a backward 2 (half of it for the weights).
     zb-h1          p - 1             p
     zb-v           (p - 1)/2         p
 
-These stand here by themselves, not derived from `schedule.py`: `verify` holds what is really executed to them.
+These are written independently of `schedule.py`: `verify` compares what is really executed with them.
 """
 
 from lockstep.parallel.law import NOTHING, Sent, message
@@ -21,7 +21,7 @@ MICRO_BATCH = 3.0
 
 
 def idle(schedule: str, p: int, m: int, v: int) -> float:
-    """Of a rank, in the table's unit."""
+    """Idle time of a rank, in the table's unit."""
     return {
         "naive": 3.0 * m * (p - 1),
         "gpipe": 3.0 * (p - 1),
@@ -33,7 +33,7 @@ def idle(schedule: str, p: int, m: int, v: int) -> float:
 
 
 def held(schedule: str, p: int, m: int, v: int, rank: int) -> float:
-    """Micro-batches whose activations a rank holds at most; a chunk of one counts as its share."""
+    """The most micro-batches whose activations a rank holds at once; a chunk counts as its share of one."""
     most = {
         "naive": 1.0,
         "gpipe": float(m),
@@ -46,7 +46,7 @@ def held(schedule: str, p: int, m: int, v: int, rank: int) -> float:
 
 
 def activations(placement: Placement, rank: int, nbytes: float, micro_batches: int) -> Sent:
-    """To the next part, and their gradients to the part before, where those are on other ranks. `nbytes`: of all
+    """Activations to the next part, gradients to the previous one, where those are on other ranks. `nbytes`: of all
     micro-batches, between two parts.
     """
     neighbours = 0

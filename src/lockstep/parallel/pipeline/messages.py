@@ -1,15 +1,15 @@
 """What goes from one rank of a pipeline to another: activations forward, gradients backward.
 
 Both sides know the schedule, so both know which messages will pass between them, and in which order the sender sends
-them. The receiver asks for them in that order, one message ahead: while it computes with one, the next is in flight (in
-shared memory it is there already). It need not be the order in which it uses them. A send returns at once; its tensor
-is kept until it has gone.
+them. The receiver issues receives in that order, one message ahead: while it computes with one, the next is in flight
+(in shared memory it has already arrived). It may use them in another order. A send returns at once; its tensor
+is kept until the send is complete.
 
-What flows in one direction between two ranks has a group of its own on GPUs: NCCL works through the messages of a pair
-one after the other, and a receive that waits would hold up a send that the other side is waiting for.
+On GPUs each direction between two ranks has its own process group: NCCL runs the messages of a pair in one group
+in order, and a receive that waits would block a send that the other side is waiting for.
 
-Shapes are not configured. In the first step with a batch of some shape, every message is preceded by a header that says
-what comes; from then on both sides know.
+Shapes are not configured. In the first step with a batch of some shape, every message is preceded by a header with its
+shapes and dtypes; from then on both sides know them.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ DTYPES = (
 )
 MOST_TENSORS, MOST_DIMENSIONS = 8, 6
 MOST_SHAPES = 256
-"""Of batches, that are remembered."""
+"""How many shapes of batches are remembered."""
 HEADER = 1 + MOST_TENSORS * (3 + MOST_DIMENSIONS)
 """Numbers of a header: how many tensors; of each its dtype, whether it has a gradient, its dimensions."""
 
@@ -48,7 +48,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tensor is, before it is there."""
+    """What is known of a tensor before it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -73,7 +73,7 @@ def directions(group: Group, device: torch.device) -> tuple[Group, Group]:
     if group.size == 1 or device.type != "cuda" or "nccl" not in group.backend:
         return group, group
     ranks = dist.get_process_group_ranks(group.native)
-    first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # messages, let in before compute's programs
+    first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # messages, scheduled before compute's kernels
     made = [shared_group(ranks, "nccl", lane=lane, options=first) for lane in ("later", "earlier")]
     later, earlier = (Group(group.axis, group.rank, group.size, native) for native in made)
     return later, earlier
@@ -81,7 +81,7 @@ def directions(group: Group, device: torch.device) -> tuple[Group, Group]:
 
 @dataclass
 class Receiving:
-    """A message that has been asked for."""
+    """A message whose receives have been issued."""
 
     tensors: list[Tensor]
     kinds: Kinds
@@ -94,8 +94,8 @@ class MessageQueue:
     def __init__(self, sender: int, expected: list[Message], group: Group, device: torch.device) -> None:
         self.sender, self.expected, self.group, self.device = sender, expected, group, device
         self._next = 0  # to be asked for
-        # In shared memory a message lies where the receiver can reach it: to fetch it beside a computation would only
-        # take the core from that, and cost the one who waits a second waking.
+        # In shared memory a message is already in the receiver's reach: to copy it out during a computation would only
+        # take a core from that computation, and cost a second wake-up.
         self._ahead = "shm" not in group.backend
         self._asked: dict[Message, Receiving] = {}
 
@@ -106,7 +106,7 @@ class MessageQueue:
             self._ask()
 
     def take(self, message: Message) -> tuple[list[Tensor], Kinds]:
-        """Wait for it; the one behind it is then in flight."""
+        """Wait for it; the next message is then in flight."""
         while message not in self._asked:
             self._ask()
         receiving = self._asked.pop(message)
@@ -194,7 +194,7 @@ class Post:
         self._gone.append((tensors_kept, pending))
 
     def _check_known(self, message: Message, tensors: list[Tensor], has_gradient: list[bool]) -> None:
-        """The receiver has asked for what it was in the step that both have learnt from."""
+        """The receiver has issued receives for the shapes that both sides learnt in an earlier step."""
         kinds = tuple(Kind(tuple(t.shape), t.dtype, so) for t, so in zip(tensors, has_gradient, strict=True))
         if self._learning is not None:
             self._learning[message] = kinds
@@ -205,7 +205,7 @@ class Post:
             )
 
     def end(self) -> None:
-        """Until everything has gone. Only now is it known what messages are: a step that fails teaches nothing."""
+        """Wait for all sends. What was learnt of messages is kept only now: a step that fails teaches nothing."""
         for _, pending in self._gone:
             for one in pending:
                 one.wait()

@@ -31,18 +31,18 @@ class Passes:
     def __init__(
         self, run: nn.Module, post: Post, placement: Placement, rank: int, recompute: bool | Collection[int] = False
     ) -> None:
-        """`run`: (chunk, *activations) -> activations, or what the loss is taken of. `recompute`: hold only what a part
-        is given, and compute the rest again in backward; of all parts, or of these.
+        """`run`: (chunk, *activations) -> activations, or the model's outputs. `recompute`: keep only a part's
+        inputs, and recompute the rest in backward; for all parts, or for these.
         """
         self.run, self.post, self.placement, self.rank = run, post, placement, rank
         every: Collection[int] = range(placement.parts)
         self.recompute = recompute if not isinstance(recompute, bool) else every if recompute else ()
         self.splits_backward = False
-        """The schedule has a pass of its own for the weights."""
+        """The schedule has separate passes for the weights' gradients."""
         self.changes_inputs = any(getattr(part, "inplace", False) for part in run.modules())
         """Some layer works in place."""
         self.spans: list[tuple[Instruction, Mark, Mark]] = []
-        """Of the passes of this step: when they ran."""
+        """The passes of this step, and when they ran."""
         self._held: dict[tuple[int, int], SavedForward] = {}
         self._next_inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._gradients: dict[tuple[int, int], list[Tensor | None]] = {}
@@ -54,7 +54,7 @@ class Passes:
         loss: Callable[[Any, int], Tensor],
         around: Callable[[Instruction], AbstractContextManager[Any]] = lambda _: nullcontext(),
     ) -> None:
-        """`inputs`: of a micro-batch. `loss`: (what the last part gives, micro-batch) -> what backward begins with.
+        """`inputs`: of a micro-batch. `loss`: (the last part's outputs, micro-batch) -> what backward starts from.
 
         `around`: of every pass. `shape`: of the batch, the same on all ranks.
         """
@@ -153,12 +153,12 @@ class Passes:
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """Zeros, where the loss does not depend on it: the rank before is waiting for something."""
+    """Its gradient; zeros where the loss does not depend on it, because the previous rank waits for a message."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def released(output: Tensor) -> Tensor:
-    """It has been sent, and backward needs to know only where it came from: its memory may go, with the message's."""
+    """The output has been sent, and backward needs only its node in the graph: its memory may be released."""
     if output.grad_fn is None:
         return output
     stub: Tensor = _Stub.apply(output)

@@ -7,8 +7,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Every rank makes the same model, of which it keeps its parts (`stage.py`). In `step` it does what the schedule lists for
-it (`schedule.py`): its passes (`passes.py`), and what is sent and received between them (`messages.py`).
+Every rank builds the same model and keeps its parts of it (`stage.py`). `step` executes the schedule's list for this
+rank (`schedule.py`): its passes (`passes.py`), and the sends and receives between them (`messages.py`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -56,11 +56,11 @@ class Pipeline(Holder):
         cuts: Sequence[int] | None = None,
         recompute: bool | Collection[int] = False,
     ) -> None:
-        """Cut `module`, which every rank has whole, in place. All begin with the first rank's weights.
+        """Cut `module`, which every rank holds in full, in place. All ranks start from the first rank's weights.
 
         `schedule`: naive, gpipe, 1f1b, interleaved, zb-h1 or zb-v. `chunks`: parts per rank (interleaved, zb-v).
-        `cuts`: at which layers parts after the first begin; None: so that parts cost alike. `recompute`: hold only
-        what a part is given, and compute the rest again in backward; of all parts, or of those with these numbers.
+        `cuts`: the layers at which parts after the first begin; None: balanced by cost. `recompute`: keep only
+        a part's inputs, and recompute the rest in backward; for all parts, or for those with these numbers.
         """
         self.group, self.micro_batches = group_of(process_group, "pp"), micro_batches
         lists = pipeline_schedule(schedule, self.group.size, micro_batches, chunks)
@@ -88,7 +88,7 @@ class Pipeline(Holder):
 
     def step(self, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
         """Forward and backward of a batch, the same on all ranks. Returns the mean loss over all targets, in float64,
-        on every rank; gradients are added to those that stand in `p.grad`.
+        on every rank; gradients are added to those already in `p.grad`.
 
         `loss_fn(outputs, targets)` is a mean, over samples or over tokens that are not -100. Micro-batches are weighted
         by their number of targets.
@@ -99,7 +99,7 @@ class Pipeline(Holder):
         total = torch.zeros((), device=self.device, dtype=torch.float64)
 
         def loss_of(outputs: Tensor, i: int) -> Tensor:
-            if counts[i] == 0:  # a micro-batch for which there was no sample, or none of whose targets counts
+            if counts[i] == 0:  # a micro-batch without samples, or whose targets are all ignored
                 return sum_of(outputs) * 0.0
             loss = loss_fn(outputs, micro_batches[i].targets) * (counts[i] / sum(counts))
             total.add_(loss.detach())

@@ -1,19 +1,19 @@
-"""Schedules: what each rank does in a step, as lists of instructions. They know nothing of processes.
+"""Schedules: what each rank does in a step, as lists of instructions, independent of processes.
 
 One worker executes whatever list it is given, so a list can be read, drawn and tested without a rank. Without a
 pipeline there is one stage, and the list is the simplest one: forward 0, backward 0, forward 1, ..., reduce, step.
 
-A pipeline cuts a model into parts, one after the other, and gives each of p ranks one of them, or several ("chunks").
-m micro-batches follow each other through the parts. With forward = 1 and backward = 2 (of which the gradient of the
-inputs is 1, and that of the weights 1), a step of m micro-batches takes 3m, and what a rank stands idle:
+A pipeline cuts a model into consecutive parts, and gives each of p ranks one of them, or several ("chunks").
+m micro-batches follow each other through the parts. With forward = 1 and backward = 2 (1 for the gradient of the
+inputs and 1 for that of the weights), a step of m micro-batches takes 3m plus the idle time:
 
     name           idle per rank            holds at most         in a few words
     naive          3m(p-1)                  1 micro-batch         one micro-batch after the other, one stage at a time
     gpipe          3(p-1)                   m                     all forwards, then all backwards
     1f1b           3(p-1)                   p - r at stage r      a backward as soon as there is one
-    interleaved    3(p-1)/v                 more than 1f1b        v chunks per rank: the line is filled by shorter parts
+    interleaved    3(p-1)/v                 more than 1f1b        v chunks per rank: shorter parts fill the pipeline
     zb-h1          p-1                      p                     backward in two: the weights' part waits for a gap
-    zb-v           (p-1)/2, at the ends     p                     the same in two chunks that go down the line and come
+    zb-v           (p-1)/2, at the ends     p                     the same in two chunks that go down the ranks and come
                                                                   back, so that the first rank also has the last part
 """
 
@@ -42,8 +42,8 @@ PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One thing to do. `reduce`, `step` and `native_passes` (all of them, by PyTorch) are about the whole step, the
-    others about one micro-batch.
+    """One instruction. `reduce`, `step` and `native_passes` (all passes, run by PyTorch) apply to the whole step, the
+    others to one micro-batch.
     """
 
     kind: Kind
@@ -63,7 +63,7 @@ Order = Iterator[Instruction]
 
 
 def one_stage(micro_batches: int) -> Order:
-    """Each micro-batch forward and backward; what the last backward has not reduced is reduced; the optimizer steps."""
+    """Forward and backward of each micro-batch; then reduce what the last backward has not, and step the optimizer."""
     for micro_batch in range(micro_batches):
         yield Instruction("forward", micro_batch)
         yield Instruction("backward", micro_batch, reduces=micro_batch == micro_batches - 1)
@@ -76,12 +76,12 @@ def one_stage(micro_batches: int) -> Order:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which part of the model is which rank's which chunk."""
+    """Maps the parts of the model to (rank, chunk)."""
 
     stages: int
     chunks: int = 1
     folded: bool = False
-    """The second chunk comes back up the line: chunk 1 of rank r is part 2p - 1 - r."""
+    """The second chunk goes back up the ranks: chunk 1 of rank r is part 2p - 1 - r."""
 
     @property
     def parts(self) -> int:
@@ -128,7 +128,7 @@ def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Orde
     """
 
     def numbered(k: int) -> tuple[int, int]:
-        """(micro-batch, how many chunks it has behind it) of a rank's k-th pass."""
+        """(micro-batch, how many chunks it has passed already) of a rank's k-th pass."""
         group, within = divmod(k, stages * chunks)
         return group * stages + within % stages, within // stages
 
@@ -141,8 +141,8 @@ def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Orde
         return Instruction("backward", micro_batch, chunks - 1 - behind)
 
     total = micro_batches * chunks
-    # The first backward comes back to rank r after a forward through all chunks of p micro-batches, and to those
-    # before it later still: two passes, there and back, for each rank between.
+    # The first backward reaches rank r after p micro-batches have gone forward through all chunks, and earlier ranks
+    # later still: by two passes, forward and backward, for each rank in between.
     ahead = min((stages - rank - 1) * (1 if chunks == 1 else 2) + (chunks - 1) * stages, total)
     yield from (forward(k) for k in range(ahead))
     for k in range(total):
@@ -152,8 +152,8 @@ def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Orde
 
 
 def zero_bubble_h1(rank: int, stages: int, micro_batches: int, chunks: int) -> Order:
-    """As 1f1b, and the weights' part of rank r lags by r micro-batches: so the last ranks, which 1f1b lets hold the
-    fewest, send gradients back sooner, and all hold p.
+    """As 1f1b, but the weight passes of rank r lag by r micro-batches: so the last ranks, which hold the fewest in
+    1f1b, send gradients back sooner, and all ranks hold p.
     """
     ahead = min(stages - rank, micro_batches)
     yield from (Instruction("forward", i) for i in range(ahead))
@@ -167,8 +167,8 @@ def zero_bubble_h1(rank: int, stages: int, micro_batches: int, chunks: int) -> O
 
 
 def zero_bubble_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Order:
-    """Two chunks, down the line and back: a micro-batch's last part is on the rank of its first, so gradients start
-    where activations do, and no rank stands idle between its first pass and its last.
+    """Two chunks, down the ranks and back: a micro-batch's last part is on the rank of its first, so gradients start
+    where activations do, and no rank idles between its first pass and its last.
     """
     done = {(kind, chunk): 0 for kind in PASSES for chunk in (0, 1)}
 
@@ -185,7 +185,7 @@ def zero_bubble_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Or
         yield from next_of("backward_input", chunk)
         yield from next_of("backward_weight", chunk)
 
-    for _ in range(2 * (stages - rank) - 1):  # until the first micro-batch is back from the end of the line
+    for _ in range(2 * (stages - rank) - 1):  # until the first micro-batch is back from the last rank
         yield from forward(0)
     for _ in range(rank):
         yield from forward(1)
@@ -270,7 +270,7 @@ def check_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 
 
 def with_reductions(passes: list[Instruction]) -> list[Instruction]:
-    """The same, where the last pass that adds to the gradients of a chunk also reduces them."""
+    """The passes, with the last one that adds to a chunk's gradients marked to reduce them."""
     last = {i.chunk: n for n, i in enumerate(passes) if i.kind in ("backward", "backward_weight")}
     return [replace(i, reduces=last.get(i.chunk) == n) for n, i in enumerate(passes)]
 

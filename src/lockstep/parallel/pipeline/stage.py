@@ -1,8 +1,8 @@
 """A model cut into parts that follow each other, and the parts of one rank: a stage.
 
-What can be cut: an `nn.Sequential`, and any module that says what it is made of, `pipeline_layers()`, in the order in
+What can be cut: an `nn.Sequential`, and any module that lists its layers, `pipeline_layers()`, in the order in
 which activations pass: (names of the submodules that a layer uses, a function of the activations). The module is cut in
-place: submodules of other ranks' parts are replaced by an empty one, and what is left has its own names.
+place: submodules of other ranks' parts are replaced by empty ones, and the rest keep their names.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from lockstep.parallel.pipeline.balance import even_cuts
 from lockstep.parallel.pipeline.schedule import Placement
 
 SYNCHRONIZE = -1
-"""Instead of a chunk: nothing, of which every parameter has a part."""
+"""Given instead of a chunk: forward returns a zero that depends on every parameter."""
 Layer = tuple[tuple[str, ...], Callable[..., Any]]
 
 
@@ -38,7 +38,7 @@ def layers_of(module: nn.Module) -> list[Layer]:
 
 
 def costs_of(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
-    """What computing a layer costs, in weights that are multiplied with: an embedding is only looked up."""
+    """Each layer's compute cost: how many weights it multiplies with. An embedding is only looked up."""
     found = []
     for names, _ in layers:
         parts = [part for name in names for part in module.get_submodule(name).modules()]
@@ -48,7 +48,7 @@ def costs_of(module: nn.Module, layers: Sequence[Layer]) -> list[int]:
 
 
 class OneArgument:
-    """An nn.Sequential gives its modules what the one before returned, a tuple as it is."""
+    """As in an nn.Sequential: a module gets what the previous one returned, a tuple as one argument."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -69,7 +69,7 @@ class Stage(nn.Module):
 
     def __init__(self, module: nn.Module, layers: list[list[Layer]], first_names: dict[str, str]) -> None:
         super().__init__()
-        # The very same submodules: one that is replaced here is replaced there, where the layers' functions find it.
+        # The module's own dicts: a submodule replaced here is replaced there too, where the layers' functions use it.
         for own in ("_modules", "_parameters", "_buffers"):
             self.__dict__[own] = module.__dict__[own]
         self.__dict__["whole"] = module  # not a submodule: its parameters are here already
@@ -77,7 +77,7 @@ class Stage(nn.Module):
         self.shared: dict[str, list[int]] = {}
         """First names of parameters that other ranks' parts have too, and the ranks that have them."""
         self.first_names = first_names
-        """Every name of every parameter of the whole model -> the first name of the same."""
+        """Every name of every parameter of the whole model -> the first name of the same parameter."""
 
     def forward(self, chunk: int, *activations: Tensor) -> Any:
         if chunk == SYNCHRONIZE:
@@ -92,7 +92,7 @@ class Stage(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """A tied parameter under its first name, also where the module of that name is on another rank.
 
-        Those that other ranks have too come first: their gradients are complete last, and buckets are filled from the
+        Parameters that other ranks have too come first: their gradients are complete last, and buckets fill from the
         end.
         """
         seen, found = set(), []
@@ -140,7 +140,7 @@ def cut_stage(module: nn.Module, placement: Placement, group: Group, cuts: Seque
 
 
 def is_there(module: nn.Module, name: str) -> bool:
-    """A layer may name a submodule that this model has not (an embedding of positions, with rotary ones)."""
+    """A layer may name a submodule that this model does not have (a position embedding, with rotary ones)."""
     try:
         return isinstance(module.get_submodule(name), nn.Module)
     except AttributeError:

@@ -1,8 +1,8 @@
 """Gradients of a weight that several stages of a pipeline have (a tied embedding): each needs the sum over the stages.
 
-The stage with the head is through with its passes before the first stage is. So each stage sends its gradient when its
-passes are over, and waits for the others' from the beginning of its last pass on: what the head's stage sends is in
-flight while the first stage still computes, and only the first stage's own gradient is waited for.
+The stage with the head finishes its passes before the first stage does. So each stage sends its gradient when its
+passes are over, and issues its receives before its last pass: what the head's stage sends is in
+flight while the first stage still computes, and only the first stage's own gradient is exposed.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ from lockstep.parallel.pipeline.stage import Stage
 
 
 class TiedGradients:
-    """Of one rank's stage, for one step after the other."""
+    """Exchanges the tied gradients of one rank's stage, step by step."""
 
     def __init__(self, stage: Stage, post: Post, gradient_of: Callable[[nn.Parameter], Tensor] | None = None) -> None:
         """`gradient_of`: what to sum in place, where it is not `p.grad`.
 
-        What goes to later ranks and to earlier ones has the post's groups: in one group NCCL would work through what a
-        pair sends each other in turn, and both would wait in a receive.
+        Messages to later ranks and to earlier ones use the post's two groups: in one group NCCL would run messages of
+        a pair in order, and both ranks would wait in a receive.
         """
         self.stage, self.rank, self.device = stage, post.rank, post.device
         self._later, self._earlier = post.towards
@@ -36,8 +36,8 @@ class TiedGradients:
             self._connect()
 
     def _connect(self) -> None:
-        """Send one number each way between every two stages that share a weight, all pairs in one order. NCCL connects
-        a pair at its first message, and blocks until the other side has one for it: the receives of a step would wait
+        """Send one number each way between every two stages that share a weight, pairs in the same order. NCCL connects
+        a pair at its first message, and blocks until the other side issues one too: the receives of a step would wait
         for each other.
         """
         pairs = {pair for ranks in self.stage.shared.values() for pair in combinations(sorted(ranks), 2)}
@@ -51,12 +51,12 @@ class TiedGradients:
                 send_async(number, lower, self._earlier, purpose="setup").wait()
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trained ones that other stages have too, in one order on all stages: messages are matched by order."""
+        """Trained parameters that other stages have too, in the same order on all: messages are matched by order."""
         named = dict(self.stage.named_parameters())
         yield from ((n, named[n]) for n in self.stage.shared if n in named and named[n].requires_grad)
 
     def receive(self) -> None:
-        """Issue the receives, unless they are."""
+        """Issue the receives, unless they have been issued."""
         if self._received:
             return
         for name, parameter in self.parameters():
@@ -79,7 +79,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Wait for all of them, and make each gradient the sum, in one order of the stages on all of them."""
+        """Wait for all of them, and make each gradient the sum, added in the same order of stages on every rank."""
         for _, pending in self._sent:  # what is being sent must not change
             pending.wait()
         self._sent = []
@@ -98,7 +98,7 @@ class TiedGradients:
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of it."""
+    """What this rank holds of the parameter's gradient; zeros where it has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)

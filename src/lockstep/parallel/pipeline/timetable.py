@@ -1,6 +1,6 @@
-"""When each pass of a schedule would run, if passes and messages took what one says.
+"""When each pass of a schedule would run, for given costs of passes and messages.
 
-What a drawing shows, and what the laws are about: how long a step takes, how long ranks stand idle, how many
+Drawings show it, and the laws predict it: how long a step takes, how long ranks idle, how many
 micro-batches they hold. A schedule that deadlocks is found here: every stage waits, and none sends.
 """
 
@@ -13,7 +13,7 @@ from lockstep.parallel.pipeline.schedule import PASSES, Instruction, Placement
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a micro-batch's passes."""
+    """Times of a micro-batch's passes."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -50,11 +50,11 @@ class Timetable:
         return sum(span.end - span.start for span in self.ranks[rank])
 
     def idle(self, rank: int) -> float:
-        """Of the whole step, ends included."""
+        """Idle time in the whole step, including its beginning and end."""
         return self.span - self.busy(rank)
 
     def idle_inside(self, rank: int) -> float:
-        """Between its first pass and its last."""
+        """Idle time between its first pass and its last."""
         spans = self.ranks[rank]
         return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
 
@@ -73,8 +73,8 @@ def timetable(
 ) -> Timetable:
     """Every rank does its list in order; a receive waits for what it receives.
 
-    `costs`: of all chunks of a rank together; or, where they are not alike, of each part of the model. `message`: from
-    the end of a pass to where the next part has what it gave.
+    `costs`: of all chunks of a rank together; or, where parts differ, of each part of the model. `message`: from
+    the end of a pass until the next part has received its output.
     """
     if not isinstance(costs, Sequence):
         each = costs or Costs()
@@ -131,7 +131,7 @@ def _done(
 
 
 def most_held(instructions: list[Instruction], placement: Placement) -> float:
-    """How many micro-batches' activations a rank holds at once; of a chunk, its share. A micro-batch is held from its
+    """The most micro-batches whose activations a rank holds; a chunk counts as its share. One is held from its
     forward to the end of its backward, the weights' part included.
     """
     held = most = 0

@@ -1,11 +1,11 @@
 """Backward in two passes: the gradients of activations now, those of weights later.
 
-A linear layer's backward has two products, also where tensor parallelism has cut it. That of its input is what the
-stage before is waiting for. That of its weight is needed at the end of the step only, and a zero-bubble schedule puts
-it where a rank would stand idle. While a `WeightPass` is active, linear layers compute the first in backward and leave
-the second, with what it needs (the layer's input and its output's gradient), to `run`. Other weights (norms,
-embeddings), which cost little, get their gradient in backward as always; so do layers whose activations are computed
-again (torch.utils.checkpoint), as the recomputation knows nothing of passes.
+A linear layer's backward has two products, also where tensor parallelism has cut it. The gradient of its input is what
+the previous stage waits for. The gradient of its weight is needed only at the end of the step, and a zero-bubble
+schedule computes it where a rank would idle. Under an active `WeightPass`, linear layers compute the first in backward
+and defer the second, with what it needs (the layer's input and its output's gradient), to `run`. Other weights (norms,
+embeddings), which are cheap, get their gradient in backward as usual; so do layers whose activations are recomputed
+(torch.utils.checkpoint), because the recomputation does not know about passes.
 """
 
 from collections import deque
@@ -28,18 +28,18 @@ class Product:
 
     parameter: Tensor
     weight: Tensor
-    """What forward has multiplied with: the parameter, or the parameter as autocast has cast it."""
+    """What forward has multiplied with: the parameter, or autocast's copy of it."""
     compute: Callable[[], Tensor]
     prepare: Callable[[], object] = lambda: None
-    """Called while the product before it is computed: issues what `compute` waits for."""
+    """Called while the previous product is computed: issues the collectives that `compute` waits for."""
 
 
 Defer = Callable[..., None]
-"""(compute, prepare) -> None: leave a weight's gradient to the weight pass."""
+"""(compute, prepare) -> None: defers a weight's gradient to the weight pass."""
 
 
 class WeightPass(TorchFunctionMode):
-    """Active around forward, it defers the weights' part of that forward's backward."""
+    """Active around a forward pass, it defers the weights' gradients of the matching backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class WeightPass(TorchFunctionMode):
         _ACTIVE.remove(self)
 
     def run(self) -> None:
-        """The products that backward has left, in its order. Gradients arrive as backward's do, hooks and all."""
+        """Compute the deferred products, in backward's order. Gradients accumulate as in backward, with all hooks."""
         of: dict[Tensor, list[Product]] = {}
         for product in self.left:
             of.setdefault(product.parameter, []).append(product)  # a weight that is used twice gets one gradient
@@ -94,14 +94,14 @@ _ACTIVE: list[WeightPass] = []
 
 
 def deferred_by(x: Tensor, weight: Tensor) -> WeightPass | None:
-    """The weight pass that a linear layer leaves the gradient of its weight to, if there is one."""
+    """The weight pass to which a linear layer defers the gradient of its weight, if there is one."""
     trained = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
     return _ACTIVE[-1] if _ACTIVE and trained and weight.is_leaf and not is_recomputed() else None
 
 
 def deferring(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Defer | None]:
-    """As autocast wants them, and the weight pass that computes the weight's gradient. The weight is then detached: to
-    autograd, what has no gradient yet would count as one.
+    """The arguments as autocast casts them, and how to defer the weight's gradient. The weight is then detached: else
+    autograd would take the missing gradient for a finished one.
     """
     later = deferred_by(x, weight)
     given, cast, added = as_autocast(x, weight, bias)
@@ -117,14 +117,14 @@ def linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def is_recomputed() -> bool:
-    """Whether what forward keeps for backward goes through hooks, as those of activation checkpointing. The one private
-    name that this needs.
+    """Whether forward runs under saved-tensor hooks, as it does under activation checkpointing. It needs one private
+    name of torch.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class _Linear(torch.autograd.Function):
-    """The weight comes detached: to autograd, what has no gradient yet would count as one."""
+    """The weight comes detached: else autograd would take the missing gradient for a finished one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: Defer) -> Tensor:

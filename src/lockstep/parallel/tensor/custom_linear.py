@@ -1,4 +1,4 @@
-"""A user's linear layer with a forward of its own (one that casts its weight, say), cut by tensor parallelism."""
+"""A user's linear layer with a custom forward (one that casts its weight, say), cut by tensor parallelism."""
 
 import copy
 
@@ -39,7 +39,7 @@ class CustomForward:
 
     @torch.no_grad()
     def _check(self, linear: nn.Linear, row: bool) -> None:
-        """Cut a layer in two: the outputs of the halves must add up to its own (row), or be its own side by side."""
+        """Cut a layer in two: the halves' outputs must add up to the layer's (row), or concatenate to it (column)."""
         weight, bias = linear.weight.detach(), linear.bias
         x = torch.linspace(-1, 1, 2 * linear.in_features, dtype=weight.dtype, device=weight.device).view(2, -1)
         self.linear.eval()

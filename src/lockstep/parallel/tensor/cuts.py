@@ -22,13 +22,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Cut:
-    """This rank's ranges of a dimension; a fused one has a range of each part."""
+    """This rank's ranges of a dimension; a fused layer has one range per part."""
 
     ranges: tuple[Range, ...]
     sizes: list[int]
-    """What each rank has, of all parts together."""
+    """The size on each rank, over all parts."""
     shared: tuple[Shared | None, ...] = ()
-    """Of each part; empty where no rank has what another has."""
+    """One per part; empty where no two ranks have the same rows."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class Cut:
 
 
 def even_cut(length: int, group: Group, uneven: bool = False) -> Cut:
-    """Equal parts. `uneven`: where there are none, the last ranks have less (a vocabulary of any size)."""
+    """Equal parts. `uneven`: if the length does not divide, the last ranks have less (a vocabulary of any size)."""
     if length % group.size and not uneven:
         raise UserError(f"{length} features cannot be cut into {group.size} equal parts")
     part = -(-length // group.size)
@@ -45,8 +45,8 @@ def even_cut(length: int, group: Group, uneven: bool = False) -> Cut:
 
 
 def fused_cut(linear: nn.Linear, group: Group) -> Cut:
-    """An equal part of each of the layer's `parts`, in whole `heads` where it has such. Of key and value heads there
-    may be fewer than ranks: then ranks next to each other have the same one.
+    """An equal share of each of the layer's `parts`, in whole `heads` where it has heads. There may be fewer key and
+    value heads than ranks: then neighbouring ranks have the same one.
     """
     widths: tuple[int, ...] = getattr(linear, "parts", (linear.out_features,))
     heads: tuple[int, ...] = getattr(linear, "heads", widths)

@@ -1,4 +1,4 @@
-"""Collectives that autograd goes through, each with its opposite: what tensor and sequence parallelism are made of.
+"""Collectives with a backward, which is the opposite collective: tensor and sequence parallelism are built of them.
 
 A tensor inside a cut model is, over the ranks of a group, one of three things:
 
@@ -21,7 +21,7 @@ backward moves the gradient the opposite way.
     scatter_sums          summands -> reduce-scatter    cut -> all-gather             the opposite of gather_positions
 
 An all-reduce is a reduce-scatter and an all-gather, so the last two send what `copy_to_ranks` and `reduce_from_ranks`
-send; between them a rank has only its part of the positions, and the memory of a part.
+send; between them a rank holds only its part of the positions, and needs only the memory for a part.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ PURPOSE = "activations"
 
 
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
-    """As it is; backward sums the gradient over the ranks."""
+    """The identity; backward sums the gradient over the ranks."""
     return _CopyToRanks.apply(x, group) if group.size > 1 else x
 
 
@@ -59,12 +59,12 @@ def gather_from_ranks(x: Tensor, group: Group, dim: int, sizes: list[int] | None
 
 
 def gather_positions(x: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' parts of `dim`; backward sums the gradient, of which each rank keeps its part."""
+    """All ranks' parts of `dim`; backward sums the gradient, and each rank keeps its part of it."""
     return _GatherPositions.apply(x, group, dim) if group.size > 1 else x
 
 
 def scatter_sums(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Sum over the ranks, of which each keeps its part of `dim`; backward gathers the gradient."""
+    """Sum over the ranks, and each rank keeps its part of `dim`; backward gathers the gradient."""
     return _ScatterSums.apply(x, group, dim) if group.size > 1 else x
 
 
@@ -72,7 +72,7 @@ def scatter_sums(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """A new tensor: `x` over all ranks."""
+    """A new tensor: the sum of `x` over all ranks."""
     return all_reduce(x.clone(memory_format=torch.contiguous_format), group=group, purpose=PURPOSE)
 
 
@@ -111,7 +111,7 @@ class Scattering:
 
 
 def gathered(x: Tensor, group: Group, dim: int, sizes: list[int] | None = None) -> Tensor:
-    """All ranks' parts of `dim`, end to end. Parts of different sizes travel in the room of the largest."""
+    """All ranks' parts of `dim`, end to end. Parts of different sizes are padded to the largest."""
     if sizes is None or len(set(sizes)) == 1:
         return Gathering(x, group, dim).wait()
     dim, longest = dim % x.dim(), max(sizes)

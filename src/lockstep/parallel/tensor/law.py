@@ -6,15 +6,15 @@
     column, sequence    all-gather of the inputs             reduce-scatter, and the all-gather again
     row, sequence       reduce-scatter of the outputs        all-gather of the outputs' gradient
 
-An all-reduce sends as much as a reduce-scatter and an all-gather: with sequence parallelism the only bytes more are
-those of the inputs that are gathered again, because a rank holds 1/n of them between forward and backward (with
-`keep_gathered` it holds them whole and does not gather again).
+An all-reduce sends as much as a reduce-scatter and an all-gather: the only extra bytes of sequence parallelism are
+those of gathering the inputs again, because a rank holds 1/n of them between forward and backward (with
+`keep_gathered` it holds all of them and does not gather again).
 """
 
 from lockstep.parallel.law import NOTHING, Sent, all_gather, all_reduce, reduce_scatter
 
 PASSES_FORWARD = 2
-"""Times that a pair of layers sends its activations around the ring; an all-reduce is two."""
+"""How often a pair of layers sends its activations around the ring; an all-reduce counts as two."""
 
 
 def passes_backward(gathers_again: bool) -> int:
@@ -22,7 +22,7 @@ def passes_backward(gathers_again: bool) -> int:
 
 
 def column(inputs: float, n: int, sequence: bool, gathers_again: bool, pieces: int | None = 1) -> Sent:
-    """`inputs`: bytes of a whole micro-batch's. `pieces`: in which a batch travels by sequence parallelism."""
+    """`inputs`: bytes of all inputs of a micro-batch. `pieces`: how many parts of it sequence parallelism sends."""
     if not sequence:
         return all_reduce(inputs, n)
     gather = all_gather(inputs, n).in_pieces(pieces)
@@ -36,7 +36,7 @@ def row(outputs: float, n: int, sequence: bool, pieces: int | None = 1) -> Sent:
 
 
 def embedding(outputs: float, n: int, sequence: bool) -> Sent:
-    """Cut along the vocabulary: each rank has the rows of its own words, and the sum has all."""
+    """Cut along the vocabulary: each rank looks up its own rows, and the sum over ranks has all of them."""
     return row(outputs, n, sequence)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of which each rank has a part (Megatron's tensor parallelism).
+"""Linear layers and embeddings that are split over the ranks (Megatron's tensor parallelism).
 
 A pair of products with something element-wise between them needs one sum, at its end. With W = [W_0 W_1] cut along its
 output features and V = [V_0; V_1] along its input features:
@@ -8,11 +8,11 @@ output features and V = [V_0; V_1] along its input features:
               └── x W_1 ── gelu ── · V_1 ──┘                   backward (x's gradient)
 
 A transformer's block has two such pairs, attention (each rank some heads) and MLP: 4 all-reduces per block and step.
-With sequence parallelism x and y are cut along their positions: an all-gather stands where x comes in, a
-reduce-scatter where y goes out, and what lies between two pairs (norm, dropout, residual) is not computed n times.
-Backward gathers x once more for the gradient of W, unless `keep_gathered`: two all-gathers more per block and step.
+With sequence parallelism x and y are cut along their positions: x is all-gathered on entry, y is
+reduce-scattered on exit, and what lies between two pairs (norm, dropout, residual) is not computed n times.
+Backward gathers x once more for the gradient of W, unless `keep_gathered`: two more all-gathers per block and step.
 
-The products themselves are in `parallel_products.py`, with what hides behind what.
+The products and their overlap with communication are in `parallel_products.py`.
 """
 
 import copy
@@ -39,7 +39,7 @@ from lockstep.parallel.tensor.exchange import (
 from lockstep.parallel.tensor.parallel_products import SEQUENCE, column_linear, row_linear
 
 Tied = dict[Tensor, nn.Parameter]
-"""What a parameter was cut to, so that tied ones stay tied."""
+"""The cut version of each parameter, so that tied ones stay tied."""
 
 
 def cut_parameter(parameter: Tensor, dim: int, cut: Cut, tied: Tied | None) -> nn.Parameter:
@@ -51,19 +51,19 @@ def cut_parameter(parameter: Tensor, dim: int, cut: Cut, tied: Tied | None) -> n
 
 
 class CutModule(nn.Module):
-    """A layer of which this rank has a part. The parameters of a deep copy know their regions too."""
+    """A layer that is split over the ranks. The parameters of a deep copy keep their regions."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CutModule":
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for name, parameter in self.named_parameters(recurse=False):
-            other.get_parameter(name).__dict__.update(parameter.__dict__)  # torch copies a tensor's numbers only
+            other.get_parameter(name).__dict__.update(parameter.__dict__)  # torch copies only the tensor's data
         return other
 
 
 class ColumnParallelLinear(CutModule):
-    """y = x W' + b, of which this rank computes its part of the output features.
+    """y = x W' + b, where this rank computes its part of the output features.
 
     A fused layer (`parts`: several outputs in one product, as q, k and v) has its part of each.
     """
@@ -89,14 +89,14 @@ class ColumnParallelLinear(CutModule):
         self.parts = self.cut.widths
         """Output features of this rank, of each part."""
         self.leads_to_row = not gather_output
-        """Until then tensors are cut."""
+        """A row-parallel layer follows, and tensors are cut until then."""
         self.sequence_parallel = sequence_parallel and self.group.size > 1
         self.gathers_again = self.sequence_parallel and not keep_gathered and self.custom_forward is None
-        """In backward, for the gradient of the weight."""
+        """Backward gathers the inputs again, for the gradient of the weight."""
         self.weight = cut_parameter(linear.weight, 0, self.cut, tied)
         self.bias = cut_parameter(linear.bias, 0, self.cut, tied) if linear.bias is not None else None
         self.scale: float | None = linear.scale if isinstance(linear, LoRALinear) else None
-        """Of a LoRA adapter, the two small matrices beside the layer's own; None: it has none."""
+        """The scale of a LoRA adapter, two small matrices beside the weight; None: there is no adapter."""
         if isinstance(linear, LoRALinear):
             self.lora_a, self.lora_b = linear.lora_a, cut_parameter(linear.lora_b, 0, self.cut, tied)
 
@@ -113,7 +113,7 @@ class ColumnParallelLinear(CutModule):
         return gather_from_ranks(y, self.group, -1, self.cut.sizes) if self.gather_output else y
 
     def _adapted(self, x: Tensor) -> Tensor:
-        """A is whole, and its small output is what all ranks' parts of B use."""
+        """Every rank has all of A, and uses its small output for its part of B."""
         if self.sequence_parallel:  # A sees this rank's positions only
             small = gather_positions(F.linear(x, copy_to_ranks(self.lora_a, self.group)), self.group, SEQUENCE)
         else:
@@ -121,7 +121,7 @@ class ColumnParallelLinear(CutModule):
         return F.linear(small, self._shared(self.lora_b))
 
     def _shared(self, parameter: nn.Parameter) -> Tensor:
-        """Rows that several ranks have (a key head of fewer than there are ranks) have gradients on each: they add."""
+        """Rows that several ranks have (key heads, where there are more ranks) get gradients on each: sum them."""
         return _SumOfSharedRows.apply(parameter, self.cut, self.group) if self.cut.shared else parameter
 
     def extra_repr(self) -> str:
@@ -153,7 +153,7 @@ class RowParallelLinear(CutModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.custom_forward is not None:
-            once = 1.0 if self.group.rank == 0 else 0.0  # what the layer does with its bias, the first rank does
+            once = 1.0 if self.group.rank == 0 else 0.0  # only the first rank adds a bias that is not zero
             y = self.custom_forward(
                 x, self.weight, None if self.bias is None else copy_to_ranks(self.bias, self.group) * once
             )
@@ -175,7 +175,7 @@ class RowParallelLinear(CutModule):
 
 
 class VocabParallelEmbedding(CutModule):
-    """An embedding of which this rank has some rows. Tokens of other ranks' rows give zeros; the sum is the lookup."""
+    """An embedding whose rows are split over the ranks. Other ranks' tokens give zeros; the sum is the lookup."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class VocabParallelEmbedding(CutModule):
 
 
 class _SumOfSharedRows(torch.autograd.Function):
-    """As it is; backward sums the gradient of those rows that other ranks have too."""
+    """The identity; backward sums the gradient of those rows that several ranks have."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, cut: Cut, group: Group) -> Tensor:
@@ -224,7 +224,7 @@ class _SumOfSharedRows(torch.autograd.Function):
         gradient = gradient.clone()
         parts = zip(gradient.split(ctx.cut.widths), ctx.cut.shared, strict=True)
         shared = [(rows, unit) for rows, unit in parts if unit is not None]
-        # A slot for every head that there is: each rank writes into its own, and those of ranks with the same one add.
+        # One slot per head: each rank writes into its head's slot, and those of ranks with the same head add up.
         slots = [rows.new_zeros(unit.count, *rows.shape) for rows, unit in shared]
         for slot, (rows, unit) in zip(slots, shared, strict=True):
             slot[unit.index] = rows

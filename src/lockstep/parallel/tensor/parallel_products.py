@@ -1,11 +1,11 @@
-"""The products of layers that are cut over the ranks, with what they send hidden behind them.
+"""The matrix products of tensor-parallel layers, overlapped with their communication.
 
-Backward of a column-parallel layer has two products, of which only one gives the gradient that must be summed: that
-comes first, and travels while the other is computed. With sequence parallelism forward goes in two halves of the batch
-where there is a second stream to travel on: one half is sent while the other is multiplied. The gathered inputs are
-not kept for backward: they are gathered again, beside the product of the inputs' gradient.
+Backward of a column-parallel layer has two products, and only the gradient of the inputs must be all-reduced: that
+comes first, and is in flight while the other is computed. With sequence parallelism forward runs in two halves of the
+batch where there is a second stream: one half is communicated while the other is multiplied. The gathered inputs are
+not kept for backward: they are gathered again, during the product of the inputs' gradient.
 
-In a zero-bubble schedule the products for the weights' gradients are left to the weight pass (`weight_pass.py`).
+In a zero-bubble schedule the products for the weights' gradients are deferred to the weight pass (`weight_pass.py`).
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, seq
     if weight.dtype != x.dtype and not weight.requires_grad:
         x, back = x.to(weight.dtype), x.dtype
         return row_linear(x, weight, bias, group, sequence).to(back)
-    # The sum has n of them. Each rank's gradient of it is whole all the same, as that of y is.
+    # The sum would add the bias n times, so each adds 1/n. Its gradient is not divided: each rank has that of y whole.
     share = None if bias is None else _Share.apply(bias, group.size)
     if not sequence:
         return reduce_from_ranks(F.linear(x, weight, share), group)
@@ -71,12 +71,12 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, seq
 
 
 def halves(x: Tensor) -> tuple[Tensor, ...]:
-    """Of the batch, where one can travel while the other is computed with: not on CPUs, whose cores do both."""
+    """Halves of the batch, where one can be sent while the other is computed: not on CPUs, whose cores do both."""
     return tuple(x.chunk(2)) if x.is_cuda and x.dim() > 2 and x.shape[0] > 1 else (x,)
 
 
 class _Column(torch.autograd.Function):
-    """A column-parallel product: its input's gradient is all-reduced beside the product for the weight's."""
+    """A column-parallel product: its input's gradient is all-reduced during the product for the weight's."""
 
     @staticmethod
     def forward(
@@ -128,14 +128,14 @@ class _Column(torch.autograd.Function):
 
 
 class Inputs:
-    """Of a column-parallel layer, for the gradient of its weight: kept from forward, or gathered once more."""
+    """The inputs of a column-parallel layer, for its weight's gradient: kept from forward, or gathered once more."""
 
     def __init__(self, parts: list[Tensor], gather_over: Group | None) -> None:
         self._parts, self._group = parts, gather_over
         self._flights: list[Gathering] = []
 
     def prepare(self) -> None:
-        """Issue the all-gathers, unless they are."""
+        """Issue the all-gathers, unless they have been issued."""
         if self._group is not None and not self._flights:
             self._flights = [Gathering(half, self._group, SEQUENCE) for part in self._parts for half in halves(part)]
 
@@ -146,7 +146,7 @@ class Inputs:
 
 
 def weight_gradient(gradient: Tensor, parts: list[Tensor]) -> Tensor:
-    """Of the outputs' gradient, and the inputs in parts of the batch."""
+    """From the outputs' gradient, and the inputs in parts of the batch."""
     slices = gradient.split([len(part) for part in parts]) if len(parts) > 1 else [gradient]
     products = [rows(g).t() @ rows(x) for g, x in zip(slices, parts, strict=True)]
     return products[0] if len(products) == 1 else products[0].add_(products[1])

@@ -1,6 +1,6 @@
-"""A plan of tensor parallelism for a model that has none: by the names that such layers have everywhere, or by pairs.
+"""Proposes a plan of tensor parallelism for a model that has none: by the usual names of layers, or by pairs.
 
-A guess, to be put into the model and proven (`lockstep verify`): it says nothing about heads, which must divide.
+A guess, to be put into the model and checked (`lockstep verify`): it does not check that heads divide over the ranks.
 """
 
 import re
@@ -31,7 +31,7 @@ def proposed_plan(model: nn.Module) -> dict[str, str]:
 
 
 def pairs(name: str, row: nn.Sequential) -> dict[str, str]:
-    """Of linear layers in a row, two by two, where only element-wise modules without parameters stand between."""
+    """Pairs of consecutive linear layers with only element-wise modules, without parameters, between them."""
     found: dict[str, str] = {}
     first: tuple[str, nn.Linear] | None = None
     for index, part in row.named_children():

@@ -1,9 +1,9 @@
-"""Random numbers in a cut model: the same on all ranks where tensors are whole, others where they are cut.
+"""Random numbers in a cut model: the same on all ranks where tensors are whole, different ones where they are cut.
 
-A dropout of something whole must drop the same elements on every rank, or ranks would part. A dropout inside a cut
-region must not: the heads of one rank would be dropped as those of the other. So the ranks share one stream of random
-numbers, and while they are in a cut region each has a stream of its own, whose seed is drawn from the shared one.
-Recomputed activations find the same numbers again: the shared stream is put back before, and the seed follows from it.
+Dropout on a whole tensor must drop the same elements on every rank, or ranks would diverge. Dropout inside a cut
+region must not: it would drop the same elements of every rank's heads. So the ranks share one stream of random
+numbers, and inside a cut region each rank uses its own stream, whose seed is drawn from the shared one.
+Recomputed activations get the same numbers again: the shared stream is restored first, and the seed follows from it.
 """
 
 import torch
@@ -23,8 +23,8 @@ class OwnNumbers:
         self._seed = -1
 
     def enter(self, x: Tensor) -> None:
-        """Or stay in it. (A recomputation may end in the midst of a region, and its caller puts the stream
-        back: then it is another one's seed.)
+        """Switch to this rank's stream, or stay in it. (A recomputation may end inside a region, and its caller
+        restores the shared stream: then the seed differs.)
         """
         generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
         if self._shared is not None and generator.initial_seed() == self._seed:
@@ -41,7 +41,7 @@ class OwnNumbers:
 
 
 def draws_numbers(module: nn.Module) -> bool:
-    """Whether something in it drops: a dropout module, or an attribute of that name, its own or its sizes'."""
+    """Whether the module uses dropout: as a dropout module, or by a `dropout` attribute of a part or of its `shape`."""
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             return True

@@ -1,6 +1,6 @@
 """Tensor parallelism by hand: `tensor_parallel` cuts a module's matrices over the ranks, in place, by a plan.
 
-A plan says of module names, by pattern, what becomes of them:
+A plan maps patterns of module names to what becomes of the modules:
 
     column          a linear layer: output features cut, and the output left cut
     column:gather   the same, and the output gathered
@@ -16,8 +16,8 @@ A plan says of module names, by pattern, what becomes of them:
 Every rank gives the same samples and gets the same outputs; parameters keep their names, and are smaller. What the
 plan does not name stays whole, and has the same gradient on every rank.
 
-With `sequence_parallel` all that lies between the pairs of cut layers works on this rank's positions only. What is
-whole there (the weights of a norm) has a gradient of these positions: it is summed, in backward, as part of the module.
+With `sequence_parallel` all that lies between the pairs of cut layers works on this rank's positions only. Whole
+weights there (of a norm) get the gradient of these positions only: the module's backward sums it over the ranks.
 """
 
 from fnmatch import fnmatchcase
@@ -57,7 +57,7 @@ def tensor_parallel(
     sequence_parallel: bool = False,
     keep_gathered: bool = False,
 ) -> nn.Module:
-    """Cut `module`, which every rank has whole, over the ranks of the group. All begin with the first rank's weights.
+    """Cut `module`, which every rank holds in full, over the group. All ranks start from the first rank's weights.
 
         lockstep.tensor_parallel(model, {"0": "column", "2": "row"})
         model(inputs).sum().backward()  # inputs, outputs and gradients as of the whole model
@@ -81,7 +81,7 @@ def cut_as_planned(
     sequence_parallel: bool = False,
     keep_gathered: bool = False,
 ) -> nn.Module:
-    """`planned`: kinds by module names. A stage of a pipeline may have only some of what a plan is about."""
+    """`planned`: kinds by module names. A stage of a pipeline may have only some of the plan's modules."""
     if group.size == 1:
         return module
     if all(p.device.type != "meta" for p in module.parameters()):
@@ -138,7 +138,7 @@ def match_plan(module: nn.Module, plan: ModulePlan) -> dict[str, str]:
 
 
 def check_tied(module: nn.Module, planned: dict[str, str]) -> None:
-    """A weight of two modules must be cut alike in both, or in neither."""
+    """A weight that two modules share must be cut the same way in both, or in neither."""
     users: dict[nn.Parameter, dict[str, str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         for parameter in part.parameters(recurse=False):
@@ -152,7 +152,7 @@ def check_tied(module: nn.Module, planned: dict[str, str]) -> None:
 
 
 def check_parents(module: nn.Module, planned: dict[str, str]) -> None:
-    """torch's encoder layer reads its linear layers' weights itself where it does not train."""
+    """In eval mode torch's encoder layer reads its linear layers' weights directly, without calling them."""
     for name, part in module.named_modules(remove_duplicate=False):
         inside = [inner for inner in planned if not name or inner.startswith(f"{name}.")]
         if isinstance(part, nn.TransformerEncoderLayer) and inside:
@@ -178,7 +178,7 @@ def cut_module(
     if kind == "row":
         return RowParallelLinear(part, group, sequence, tied)
     whole = kind == "column:gather"
-    # What is gathered, or ends in a loss, need not be cut evenly; what other layers compute with must be.
+    # Outputs that are gathered, or go into a loss, may be cut unevenly; inputs of other layers may not.
     cut = even_cut(part.out_features, group, uneven=True) if whole or kind == "vocab" else None
     column = ColumnParallelLinear(part, group, whole, sequence, cut, tied, keep_gathered)
     column.leads_to_row = kind == "column"
@@ -186,7 +186,7 @@ def cut_module(
 
 
 def check_plain(part: nn.Module) -> None:
-    """Whatever a layer does besides multiplying would be lost with it; a linear layer's own forward is kept."""
+    """Refuse layers that do more than multiply: that would be lost. A linear layer's custom forward is kept."""
     if isinstance(part, nn.Embedding) and type(part).forward is not nn.Embedding.forward:
         raise UserError(f"{type(part).__name__} has a forward of its own, which its parts would not have")
     if any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)):
@@ -199,7 +199,7 @@ def check_plain(part: nn.Module) -> None:
 
 
 def sum_gradients_of_whole(root: nn.Module, cut: set[nn.Module], group: Group) -> None:
-    """Of modules that have parameters and are not in the plan: their own, and not those of what they contain."""
+    """For modules with parameters that are not in the plan: their direct parameters, not those of submodules."""
     for part in root.modules():
         if part not in cut and any(True for _ in part.parameters(recurse=False)):
             part.forward = SummedOverPositions(part, group)
@@ -215,7 +215,7 @@ class SummedOverPositions:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = dict(self.part.named_parameters(recurse=False))
         summed_later = _SumTogether.apply(self.group, *own.values())
-        # For the time of this call the module's own attributes stand before its parameters.
+        # During this call the module's instance attributes shadow its parameters.
         self.part.__dict__.update(zip(own, summed_later, strict=True))
         try:
             return self.plain(*args, **kwargs)
@@ -225,7 +225,7 @@ class SummedOverPositions:
 
 
 class _SumTogether(torch.autograd.Function):
-    """As they are; backward sums all gradients over the ranks in one message."""
+    """The identity; backward sums all gradients over the ranks in one all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -246,7 +246,7 @@ class _SumTogether(torch.autograd.Function):
 
 
 def use_own_numbers(root: nn.Module, cut: set[nn.Module], numbers: OwnNumbers, sequence: bool) -> None:
-    """Between a column and the row that follows it tensors are cut; with sequence parallelism, everywhere."""
+    """Tensors are cut between a column layer and the row layer after it; with sequence parallelism, everywhere."""
     root.register_forward_hook(lambda *_: numbers.leave(), always_call=True)  # also after an error
     if sequence:
         root.register_forward_pre_hook(partial(enter_with_inputs, numbers), with_kwargs=True)

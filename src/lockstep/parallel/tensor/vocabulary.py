@@ -1,10 +1,10 @@
-"""Cross entropy of logits of which each rank has some columns: no rank ever has a whole row.
+"""Cross entropy of logits whose columns are split over the ranks: no rank ever holds a whole row.
 
     loss = log(sum over all v of exp(logit_v)) - logit_target
 
 Each rank has its part of the sum, and one of them has the target's logit. Three numbers per token are reduced, in two
-messages: the largest logit (so that exp does not overflow), then the sum and the target's logit. Gathered logits would
-be vocabulary / n numbers per token from each rank. Backward sends nothing: softmax minus one at the target, each rank
+messages: the largest logit (so that exp does not overflow), then the sum and the target's logit. To gather logits would
+send vocabulary / n numbers per token from each rank. Backward sends nothing: softmax minus one at the target, each rank
 for its own columns.
 """
 
@@ -31,8 +31,8 @@ def vocab_parallel_cross_entropy(
         logits_part = torch.randn(8, 6 // world.size, requires_grad=True)  # of a vocabulary of 6
         lockstep.vocab_parallel_cross_entropy(logits_part, targets).mean().backward()
 
-    logits_part: (..., this rank's part of the vocabulary). `start`: the first of its columns; None: the ranks ask each
-    other, and their parts lie end to end.
+    logits_part: (..., this rank's part of the vocabulary). `start`: its first column; None: the ranks exchange
+    their widths, and the parts are consecutive.
     """
     group = group_of(process_group, "tp")
     if start is None:
@@ -54,7 +54,7 @@ def cross_entropy_of_parts(logits: Tensor, targets: Tensor, group: Group, start:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy of logits of which each rank has some columns."""
+    """Cross entropy of logits whose columns are split over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, start: int) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ class Piece:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A gradient to be laid into a buffer: an embedding's may be sparse."""
+    """A gradient as a dense tensor, to be copied into a buffer: an embedding's may be sparse."""
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
 
@@ -61,7 +61,7 @@ class FlatLayout:
         return flat[rank * self.part_length : (rank + 1) * self.part_length]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What `rank` holds, of the tensors that it holds anything of."""
+        """The pieces that `rank` holds; none of a tensor that it holds nothing of."""
         low, high = rank * self.part_length, (rank + 1) * self.part_length
         found = []
         for index, (start, shape) in enumerate(zip(self.starts, self.shapes, strict=True)):
@@ -72,7 +72,7 @@ class FlatLayout:
 
     @torch.no_grad()
     def fill(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the tensors to their places; returns the places."""
+        """Copy the tensors into `flat`; returns their views."""
         views = self.views(flat)
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)

@@ -15,21 +15,21 @@ computes. How the communication goes, per step, with three units:
 1. before a unit computes, its pieces are all-gathered (Ψ(n-1)/n bytes over all units); the all-gather of the next unit
    is in flight meanwhile, in forward and in backward: at most `prefetch` units ahead
 2. when its forward is over a unit is resharded: its memory is released. Backward gathers it again: another Ψ(n-1)/n
-3. when a unit's backward is over, its whole gradients are reduce-scattered: each rank receives the mean of its own part
-   (Ψ(n-1)/n), and the whole ones are released
+3. when a unit's backward is over, its unsharded gradients are reduce-scattered: each rank receives the mean of its part
+   (Ψ(n-1)/n), and the unsharded ones are released
 
 3Ψ(n-1)/n in all (Ψ: bytes of all parameters, in the dtype that is sent), for memory of (parameters + gradients +
 optimizer state) / n, one or two whole units, and two buffers of gradients. Parameters outside every block are held by
 every rank and their gradients all-reduced; so are those that two units share.
 
-How we know where we are. Forward hooks fire when a block begins and ends; a block's backward begins with the gradient
-of its output (a hook on it) and ends with that of its input (`_EndOfBackward`, an identity put before the block). The
-order of the blocks is what the last forward pass showed. Backward goes through it from the end, and `_cursor` is
+Tracking progress. Forward hooks fire when a block begins and ends; a block's backward begins with the gradient
+of its output (a tensor hook) and ends with that of its input (`_EndOfBackward`, an identity before the block). The
+order of the blocks is recorded in each forward pass. Backward goes through it in reverse, and `_cursor` is
 the block that is next: ranks must issue their collectives in the same order, so where this rank's loss does not depend
-on a block, `_catch_up` issues them for it all the same.
+on a block, `_catch_up` issues the block's collectives anyway.
 
 `shard_unit.py` is the unit: sharded and unsharded parameters, their memory; `sharded_module.py` the module cut into
-units; `gradient_buffers.py` where gradients are reduced. This file is when which of them does what.
+units; `gradient_buffers.py` where gradients are reduced. This file decides when they are called.
 """
 
 import weakref
@@ -65,7 +65,7 @@ class FullyShardedDataParallel(ShardedModule):
         optimizer.step()
         optimizer.zero_grad()
 
-    All ranks begin with the first rank's weights; between uses a rank holds its piece of each unit only.
+    All ranks start from the first rank's weights; between uses a rank holds only its piece of each unit.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class FullyShardedDataParallel(ShardedModule):
         reduce_dtype: torch.dtype | None = torch.float32,
         manual: bool = False,
     ) -> None:
-        """`shard`: classes of modules, or a predicate, that become units; the module itself may be one.
+        """`shard`: the classes of modules that become units, or a predicate; the module itself may be one.
 
-        `compute_dtype`: compute and all-gather in it; parameters and their gradients stay as they are. `reduce_dtype`:
-        reduce gradients in it; None: in `compute_dtype`. `output_dtype`: what it then gives its outputs in; None: in
+        `compute_dtype`: compute and all-gather in it; parameters and their gradients keep their dtype. `reduce_dtype`:
+        reduce gradients in it; None: in `compute_dtype`. `output_dtype`: cast the outputs to it; None: leave them in
         `compute_dtype`. `offload`: keep pieces in the host's memory. `device`: where to compute, for a module on the
         meta device; `initialize` then fills each submodule (default: its `reset_parameters`), one unit at a time.
         `manual`: gradients are the mean only after `finish_gradient_synchronization()`.
@@ -98,15 +98,15 @@ class FullyShardedDataParallel(ShardedModule):
         self.output_dtype = output_dtype if compute_dtype is not None else None
         self.shard_by, self.offload = shard, offload
         self._pass = Pass.FORWARD
-        self._order: list[ShardedBlock] = []  # as their forward began, in the last pass
+        self._order: list[ShardedBlock] = []  # in the order in which their forward began, in the last pass
         self._order_before: list[ShardedBlock] = []
-        self._cursor = -1  # in the order, whose backward is next: from the last to the first
+        self._cursor = -1  # index in `_order` of the block whose backward is next: from the last to the first
         self._hooks = [hook for block in self.blocks if not block.is_root for hook in self._watch(block)]
 
     @torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
-        """Another model with the same weights, sharded alike, without gradients: for an average of the weights, say.
-        Every rank must copy it, as every rank must make one.
+        """A copy with the same weights and sharding, without gradients: for an average of the weights, for example.
+        Every rank must make the copy together.
         """
         module = self.unfilled_copy(memo, self._hooks)
         other = FullyShardedDataParallel(
@@ -144,7 +144,7 @@ class FullyShardedDataParallel(ShardedModule):
         return self.watch_outputs(self.cast(outputs, self.output_dtype))
 
     def _watch(self, block: ShardedBlock) -> tuple[RemovableHandle, RemovableHandle]:
-        """Be called before and after the block's forward; weakly, as the module may outlive the wrapper."""
+        """Hook the block's forward, before and after; by weak references, as the module may outlive the wrapper."""
         weak_self = weakref.ref(self)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ class FullyShardedDataParallel(ShardedModule):
         return args, kwargs
 
     def _prefetch_in_forward(self, block: ShardedBlock) -> None:
-        """Issue the all-gathers of what comes next, if forward goes as it went last time."""
+        """Issue the all-gathers of the next blocks, assuming the order of the last forward pass."""
         if block not in self._order:
             self._order.append(block)
         if block in self._order_before:
@@ -205,7 +205,7 @@ class FullyShardedDataParallel(ShardedModule):
             self._pass = Pass.BACKWARD
             when_backward_is_over(self._end_backward)  # under no_sync too, where no round is closed
         for unit in self.outside():
-            unit.unshard()  # still whole, unless another backward has come in between
+            unit.unshard()  # still unsharded, unless another backward has run in between
 
     def _before_backward_of(self, block: ShardedBlock) -> None:
         self.backward_began()  # the first sign, where a loss depends on no output of the module
@@ -220,7 +220,7 @@ class FullyShardedDataParallel(ShardedModule):
             following.prefetch()
 
     def _catch_up(self, position: int) -> None:
-        """Blocks between the cursor and `position` will not be seen to end: their inputs need no gradient, or this
+        """Blocks between the cursor and `position` have no observable end: their inputs need no gradient, or this
         rank's loss does not depend on them. Other ranks' may, so the same collectives are issued here, in the same
         order.
         """
@@ -242,7 +242,7 @@ class FullyShardedDataParallel(ShardedModule):
     # ---- when backward is over -------------------------------------------------------------------------------
 
     def finish_gradient_synchronization(self) -> None:
-        """Make every `p.grad` this rank's piece of the mean; `backward()` has done it, but with `manual`."""
+        """Make every `p.grad` this rank's piece of the mean; `backward()` has done it, except with `manual`."""
         if self._synchronizing and (self.manual or self._round_is_open or self._forward_ran):
             self._catch_up(-1)  # also on a rank that saw nothing of a backward: the others have issued all of this
         self._end_backward()
@@ -250,7 +250,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Blocks whose backward did not end visibly (their inputs need no gradient) end now; all are resharded."""
+        """Finish blocks whose end of backward was not observed (their inputs need no gradient); reshard all units."""
         if self._pass is Pass.BACKWARD:
             self._catch_up(-1)
             self._pass = Pass.FORWARD

@@ -25,16 +25,16 @@ class GradientBuffer:
 
 
 class GradientBuffers:
-    """Of one model; made for the units that train, and again where one begins to."""
+    """The buffers of one model; made for the units that train, and again when another one is unfrozen."""
 
     def __init__(self, device: torch.device, group: Group) -> None:
         self.device, self.group = device, group
         self._buffers: dict[torch.dtype, list[GradientBuffer]] = {}
         self._units: dict[ShardUnit, None] = {}
-        """Whose gradients fit, in an order that all ranks share: they make buffers together."""
+        """Units whose gradients fit, in the same order on all ranks, which make buffers together."""
 
     def make_for(self, units: Collection[ShardUnit], in_blocks: Collection[ShardUnit]) -> None:
-        """Make room for the gradients of `units`, if there is none yet, when nothing is in flight any more."""
+        """Make buffers for the gradients of `units`, unless they fit already. Waits for reductions in flight first."""
         if self._units.keys() >= set(units):
             return
         self._units |= dict.fromkeys(units)

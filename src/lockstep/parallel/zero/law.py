@@ -6,8 +6,8 @@
     3       reduce-scatter   all-gather, before each use     optimizer state, gradients, parameters
 
 Stages 1 and 2 send as much as an all-reduce. Stage 3 gathers each block for forward and again for backward: half as
-much more. In a pipeline a stage keeps what it has gathered for all its micro-batches: once, and then it holds its
-parameters and gradients whole until the step ends.
+much more. In a pipeline a stage gathers only once and keeps that for all its micro-batches: it then holds its
+parameters and gradients unsharded until the step ends.
 """
 
 from math import ceil, prod
@@ -16,23 +16,23 @@ from lockstep.parallel.data.law import flags_of
 from lockstep.parallel.law import NOTHING, Sent, Shape, all_gather, all_reduce, reduce_scatter
 
 FLAG_BYTES = 4
-"""Flags ("used on this rank") travel by themselves, in fp32."""
+"""Flags ("used on this rank") are sent separately, in fp32."""
 
 
 def gathers(zero: int, in_pipeline: bool, twice: bool = True) -> int:
-    """How often a step, or without a pipeline a micro-batch, gathers a block. `twice`: released after forward."""
+    """How often a block is gathered per micro-batch, in a pipeline per step. `twice`: it is released after forward."""
     return 2 if zero >= 3 and twice and not in_pipeline else 1
 
 
 def divided(zero: int, in_pipeline: bool) -> tuple[bool, bool, bool]:
-    """Of parameters, gradients and optimizer state: whether a rank holds one n-th at a step's peak."""
+    """Whether a rank holds only one n-th of parameters, of gradients, of optimizer state at a step's peak."""
     if zero >= 3 and in_pipeline:
         return False, False, True
     return zero >= 3, zero >= 2, zero >= 1
 
 
 def sharded_state(buckets: list[list[int]], parameters: int, itemsize: int, n: int) -> Sent:
-    """Stages 1 and 2: gradients to their owners, parameters back. `buckets`: elements of each parameter of each."""
+    """Stages 1 and 2: gradients to their owners, parameters back. `buckets`: elements of their parameters."""
     nbytes = sum(padded(bucket, itemsize, n) for bucket in buckets) * itemsize
     each_way = reduce_scatter(nbytes, n) + all_gather(nbytes, n)
     return each_way.in_pieces(len(buckets)) + all_reduce(flags_of(parameters) * FLAG_BYTES, n)
@@ -41,7 +41,7 @@ def sharded_state(buckets: list[list[int]], parameters: int, itemsize: int, n: i
 def fully_sharded(
     blocks: list[list[int]], outside: list[int], parameters: int, times: int, gathered: int, reduced: int, n: int
 ) -> Sent:
-    """Stage 3: each block gathered `times`, what is outside all blocks once; each reduced once. `gathered`, `reduced`:
+    """Stage 3: blocks are gathered `times` times, the parameters outside once; all reduced once. `gathered`, `reduced`:
     bytes of an element.
     """
     total = NOTHING
@@ -63,7 +63,7 @@ def fsdp2(
 
 
 def padded(sizes: list[int], itemsize: int, n: int) -> int:
-    """Elements of tensors laid end to end, each begun at a multiple of 16 bytes, all filled up to n equal parts."""
+    """Elements of tensors laid end to end, each starting at a multiple of 16 bytes, padded to n equal parts."""
     align, end = max(1, 16 // itemsize), 0
     for size in sizes:
         end = ceil(end / align) * align + size
@@ -71,7 +71,7 @@ def padded(sizes: list[int], itemsize: int, n: int) -> int:
 
 
 def most_held(shapes: list[Shape], itemsize: int, n: int) -> float:
-    """Bytes of one n-th of these at most, however it is cut: by elements, with gaps to the next 16 bytes and a flag, or
+    """An upper bound on the bytes of one n-th, however it is cut: by elements, aligned to 16 bytes, and a flag, or
     by rows.
     """
     by_elements = [prod(shape) / n * itemsize + 32 for shape in shapes]

@@ -2,15 +2,15 @@
 
 A parameter exists twice. Sharded, as the optimizer, `named_parameters()` and the user's code see it, it is the
 original `nn.Parameter`, whose data are this rank's piece: k elements in a row, with as many dimensions as before (a
-matrix's are 1 x k), so that decay groups by `p.ndim` are what they are in one process. Unsharded, it is a whole
-tensor, in the original's place on the module only while the unit computes:
+matrix's are 1 x k), so that weight-decay groups by `p.ndim` are the same as in one process. Unsharded, it is a whole
+tensor, which replaces the original on the module only while the unit computes:
 
     sharded     [ piece of p0 | piece of p1 ]                 always; the pieces are p.data
     unsharded   [ p0              | p1      | padding ]       while the unit computes; its memory is released in between
 
 All unsharded tensors are views of one storage, and the shard is one part of it, so an all-gather fills them all without
-a copy, and releasing is one call. Autograd keeps the unsharded tensors themselves (for backward), never a copy; when
-the storage is filled again before backward, what it kept is there again.
+a copy, and releasing is one call. Autograd saves the unsharded tensors themselves for backward, never a copy; when
+the storage is filled again before backward, the saved tensors have their values again.
 
             prefetch()             unshard()                    reshard()
     SHARDED ----------> GATHERING -----------> UNSHARDED (computes) ----------> SHARDED
@@ -42,7 +42,7 @@ Owner = tuple[nn.Module, str]
 
 
 class UnitState(Enum):
-    """Of a unit's parameters."""
+    """The state of a unit's parameters."""
 
     SHARDED = "every rank has its piece"
     GATHERING = "an all-gather is in flight"
@@ -58,7 +58,7 @@ class UnitPlacement:
     compute_dtype: torch.dtype | None = None
     """None: as the parameters are."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are reduced in that are computed in less than fp32. None: what they are computed in."""
+    """The dtype to reduce gradients in that are computed in less than fp32. None: the one they are computed in."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class ShardUnit:
         replicated: bool = False,
         name: str = "",
     ) -> None:
-        """`name`: of the block. `owners`: every parameter, and where it stands; a tied one stands in several places.
+        """`name`: of the block. `owners`: every parameter, and the modules that have it; several have a tied one.
 
         `replicated`: every rank holds all of it, and gradients are all-reduced.
         """
@@ -93,7 +93,7 @@ class ShardUnit:
         like = self.parameters[0]
         self.shapes = [p.shape for p in self.parameters]
         self.regions = [region_of(p) for p in self.parameters]
-        """Of the model's tensors, before this unit cuts them: other axes may have cut them already."""
+        """Regions of the model's tensors before this unit shards them: other axes may have cut them already."""
         floating = like.dtype.is_floating_point
         self.dtype = placement.compute_dtype if placement.compute_dtype is not None and floating else like.dtype
         narrow = self.dtype.itemsize < 4  # what is computed in fp32 or better is reduced in it
@@ -104,21 +104,21 @@ class ShardUnit:
         self.device = placement.device
         self.shard = self._make_shard(like.dtype, placement.shard_device)
         self.resident = replicated and (self.dtype, self.device) == (self.shard.dtype, self.shard.device)
-        """The parameters compute themselves: there is nothing to gather or to release."""
+        """The modules compute with the parameters themselves: there is nothing to gather or to release."""
         self._make_unsharded()
         self.state = UnitState.UNSHARDED if self.resident else UnitState.SHARDED
         self._gather: Pending | None = None
         self._expired = False
         self.used = [False] * len(self.parameters)
-        """By this rank, since the gradients were last zeroed."""
+        """Which parameters this rank has used since the gradients were last zeroed."""
         self.reduced = False
-        """Its reduction has been issued since all were last waited for."""
+        """Its reduction has been issued in this round."""
         self.gradient: Tensor | None = None
         """This rank's part of the mean gradient, in the parameters' own dtype."""
         self.unreduced = UnreducedGradients(self.unsharded, self.reduce_dtype)
         self._reduction: Reduction | None = None
         self._mean_is_kept = False
-        """`gradient` has a mean of this round, which is not in `.grad` yet: another one is added to it."""
+        """`gradient` has a mean of this round that is not in `.grad` yet: the next one is added to it."""
         self.reshard()
 
     def _make_unsharded(self) -> None:
@@ -128,7 +128,7 @@ class ShardUnit:
         self.flat_unsharded = torch.empty(self.layout.length, dtype=self.dtype, device=self.device)
         views = zip(self.layout.views(self.flat_unsharded), self.parameters, strict=True)
         self.unsharded = [nn.Parameter(view, parameter.requires_grad) for view, parameter in views]
-        # Written to through an alias: autograd must not take filling the memory again for a change of the weights.
+        # Written through an alias: autograd must not see a refill of the memory as an in-place change of the weights.
         self._memory = self.flat_unsharded.data
         self._storage = self.flat_unsharded.untyped_storage()
         self._nbytes = self._storage.nbytes()
@@ -181,7 +181,7 @@ class ShardUnit:
 
     @torch.no_grad()
     def prefetch(self) -> None:
-        """Issue the all-gather, unless the unit is whole or will be."""
+        """Issue the all-gather, unless the unit is unsharded or being gathered."""
         if self.state is not UnitState.SHARDED:
             return
         self._storage.resize_(self._nbytes)
@@ -198,7 +198,7 @@ class ShardUnit:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Of the unsharded parameters, while there are any."""
+        """Bytes of the unsharded parameters, while they are allocated."""
         return 0 if self.resident else self._nbytes
 
     @property
@@ -217,7 +217,7 @@ class ShardUnit:
             self._place(self.unsharded)
 
     def reshard(self) -> None:
-        """The modules have their pieces again, and the memory of the whole tensors is released."""
+        """Put the pieces back on the modules, and release the memory of the unsharded tensors."""
         if self.resident:
             return
         self._wait_for_gather()
@@ -231,8 +231,8 @@ class ShardUnit:
             self._gather = None
 
     def expire(self) -> None:
-        """A new forward begins: what was gathered for an earlier one may have been stepped since, and is gathered anew.
-        (The tensors' versions do not show it: a fused optimizer on a GPU writes to the pieces without counting.)
+        """A new forward begins: what was gathered for an earlier one is gathered again, as a step may have changed it.
+        (Tensors' versions do not show that: a fused optimizer on a GPU writes to the pieces without bumping them.)
         """
         self._expired = self.state is not UnitState.SHARDED and not self.resident
 
@@ -243,7 +243,7 @@ class ShardUnit:
             self.shard.copy_(self.layout.part(self._memory, self.rank))
 
     def _place(self, parameters: Iterable[nn.Parameter]) -> None:
-        """On the modules, under their names."""
+        """Put these parameters on the modules, under their names."""
         for parameter, places in zip(parameters, self.owners.values(), strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
@@ -251,7 +251,7 @@ class ShardUnit:
     # ---- gradients: reduce, then hand off to `.grad` ---------------------------------------------------------
 
     def has_gradients(self) -> bool:
-        """Whole ones, that have not been reduced."""
+        """Whether it has unsharded gradients that have not been reduced."""
         return any(self.unreduced.get(i) is not None for i in self.trainable)
 
     @torch.no_grad()
@@ -284,19 +284,19 @@ class ShardUnit:
 
     @property
     def _is_divided_before(self) -> bool:
-        """In the pass that lays gradients end to end; unless that pass changes their dtype, when it would round."""
+        """Whether gradients are divided while copied to the buffer; not if the copy changes dtype and would round."""
         return self.reduce_dtype == self.dtype
 
     def _earlier_mean_is_kept(self) -> bool:
-        """One that was handed off and has not been zeroed since: some parameter still has its gradient.
+        """Whether a mean was handed off and has not been zeroed since: some parameter still has its gradient.
 
-        Where the parameters compute themselves, backward has added to what is in `.grad` already.
+        In a resident unit, backward itself has added to what is in `.grad`.
         """
         kept = any(self.parameters[i].grad is not None for i in self.trainable)
         return kept and not self.resident and self.gradient is not None
 
     def _forget_zeroed(self, all_of_it: bool) -> None:
-        """What has been zeroed since it was handed off, all of it or a part, does not come back."""
+        """Drop gradients, all or some, that were zeroed since they were handed off: nothing is to be added to them."""
         for index in self.trainable:
             if all_of_it or self.parameters[index].grad is None:
                 self.used[index] = False
@@ -304,7 +304,7 @@ class ShardUnit:
                     self.gradient[self.pieces[index].at] = 0
 
     def _target_of_reduction(self, accumulates: bool) -> Tensor:
-        """Where this rank's part is to arrive: where it stays, if it can."""
+        """The tensor that receives this rank's part: the one in which it stays, if possible."""
         if accumulates or (self.reduce_dtype, self.device) != (self.shard.dtype, self.shard.device):
             return torch.empty(self.layout.part_length, dtype=self.reduce_dtype, device=self.device)
         if self.gradient is None:
@@ -362,13 +362,13 @@ class ShardUnit:
 
 
 def row_shape(whole: torch.Size, piece: Tensor) -> tuple[int, ...]:
-    """Of a piece: all its elements in a row, in as many dimensions as the whole has (an empty one has at least 1)."""
+    """A piece's shape: its elements in one row, with as many dimensions as the whole (an empty one has at least 1)."""
     elements = piece.numel()
     return (*(1 for _ in whole[:-1]), elements) if len(whole) or elements != 1 else ()
 
 
 def replace_meta(parameter: nn.Parameter, data: Tensor, places: list[Owner]) -> None:
-    """Give a parameter of the meta device memory, without changing which object it is."""
+    """Give a parameter on the meta device memory, and keep it the same Python object."""
     with torch.no_grad():
         real = nn.Parameter(data, parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)

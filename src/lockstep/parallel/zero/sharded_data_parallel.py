@@ -1,10 +1,10 @@
-"""ZeRO stages 1 and 2 by hand: gradients are averaged to their owners only.
+"""ZeRO stages 1 and 2 by hand: each rank receives the mean gradient only of the part that it owns.
 
 Every rank holds the whole model, and `ShardedOptimizer` says which part of each bucket a rank owns. Per step:
 
 1. backward produces gradients from the last layer to the first; when a bucket's are all ready, they are laid end to end
    and reduce-scattered: each rank receives the mean of its own part, and nothing else (Ψ(n-1)/n bytes)
-2. when backward is over, all are waited for; the mean stands in the owner's pieces, and `p.grad` is None
+2. when backward is over, all reduce-scatters are waited for; the mean is in the owner's pieces, and `p.grad` is None
 3. the optimizer steps its pieces and all-gathers the parameters (Ψ(n-1)/n bytes); with `overlap_gather` the all-gathers
    are in flight while the next forward pass begins, and each block waits for its own
 
@@ -35,18 +35,18 @@ class GradientBucket:
     """The gradients that belong to one bucket of parameters."""
 
     def __init__(self, parameters: ParameterBucket, buffer: Tensor, whole: bool) -> None:
-        """`whole`: the buffer is this bucket's own. Else it is shared in turns, and the own part lies elsewhere."""
+        """`whole`: the buffer is for this bucket alone. Else buckets share it, and this rank's part is kept apart."""
         self.bucket, self.layout = parameters, parameters.layout
         self.buffer = buffer[: self.layout.length]
         self.views = self.layout.views(self.buffer)
         self.own = self.layout.part(self.buffer, parameters.group.rank) if whole else torch.zeros_like(parameters.own)
         self.scale = 1.0 / parameters.group.size
         self.used = [False] * len(self.views)
-        """By this rank, since `zero_grad`."""
+        """Which parameters this rank has used since `zero_grad`."""
         self.used_anywhere = list(self.used)
         self.missing = set(range(len(self.views)))
         self.holds_gradients = False
-        """The own part has the mean of an earlier backward, to which the next is added."""
+        """This rank's part has the mean of an earlier backward, to which the next is added."""
         self._pending: Pending | None = None
         self._earlier: Tensor | None = None
 
@@ -63,7 +63,7 @@ class GradientBucket:
         self._pending = reduce_scatter_async(self.own, self.buffer, group=self.bucket.group, purpose="gradients")
 
     def wait(self) -> None:
-        """Until the mean is here: then the own part is complete, and the buffer may be used by others."""
+        """Wait for the mean: then this rank's part is complete, and other buckets may use the buffer."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -73,13 +73,13 @@ class GradientBucket:
             self.holds_gradients = True
 
     def hand_over(self, used: list[bool]) -> None:
-        """Give the owner's pieces their gradients; what no rank used keeps None."""
+        """Set the gradients of this rank's pieces; parameters that no rank has used keep None."""
         self.used_anywhere = used
         for piece, shard in zip(self.bucket.pieces, self.bucket.shards, strict=True):
             shard.grad = self.own[piece.at].to(shard.device) if used[piece.index] else None
 
     def whole_gradients(self) -> list[Tensor | None]:
-        """Each parameter's, gathered from the owners. For looking at: training never needs them."""
+        """Each parameter's gradient, gathered from the owners. For inspection: training never needs it."""
         whole = self.layout.gathered(self.own, self.bucket.group)
         return [gradient if used else None for gradient, used in zip(whole, self.used_anywhere, strict=True)]
 
@@ -100,7 +100,7 @@ class ShardedDataParallel(GradientWrapper):
         optimizer.step()
         optimizer.zero_grad()
 
-    All ranks begin with the first rank's weights. Stage 2 releases at once what other ranks own of a gradient.
+    All ranks start from the first rank's weights. Stage 2 releases other ranks' parts of a gradient at once.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ShardedDataParallel(GradientWrapper):
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def _wait_before_use(self) -> None:
-        """Every block waits for its own parameters; the module, when it begins, for those outside all blocks, which
+        """Each block's forward waits for its own parameters, the module's forward for those outside all blocks, which
         may be used anywhere (a tied embedding).
         """
         blocks = [block for _, block in blocks_of(self.module)]
@@ -201,7 +201,7 @@ class ShardedDataParallel(GradientWrapper):
 
     @torch.no_grad()
     def _issue_ready_buckets(self) -> None:
-        """In order, as far as they are ready: ranks must issue the same bucket at the same time."""
+        """In order, as far as buckets are ready: all ranks must issue them in the same order."""
         while self._issued < len(self.buckets) and not self.buckets[self._issued].missing:
             self._issue_next()
 
@@ -222,10 +222,10 @@ class ShardedDataParallel(GradientWrapper):
     # ---- when backward is over -------------------------------------------------------------------------------
 
     def close_round(self) -> None:
-        """Bring every rank the mean of its own part, added to what earlier rounds since `zero_grad` brought.
+        """Give every rank the mean of its own part, added to those of earlier rounds since `zero_grad`.
 
-        After re-entrant checkpointing, or several backwards (manual), some gradients stand in `p.grad` still, when
-        their bucket has been issued: as long as any rank has such, all go another round.
+        After re-entrant checkpointing, or several backwards (manual), some gradients may still be in `p.grad` when
+        their bucket has been issued: while any rank has such late gradients, all ranks do another round.
         """
         if len(self.buckets) != len(self.optimizer.buckets):
             raise UserError("the optimizer has got a parameter group since it was wrapped; wrap the module after that")
@@ -251,7 +251,7 @@ class ShardedDataParallel(GradientWrapper):
         return self.optimizer.owned_of(self.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the module's; also drops the owner's parts, and a round that was begun and not closed."""
+        """As the module's; also drops this rank's parts of the mean, and a round that was begun and not closed."""
         if self._round_is_open:
             self._round_is_open = False
             with torch.no_grad():

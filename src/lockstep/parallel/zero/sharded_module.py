@@ -1,4 +1,4 @@
-"""A module cut into shards: which parameter belongs to which unit, how units are filled, and the whole of it by name.
+"""A sharded module: which parameter belongs to which unit, how units are initialized, and whole tensors by name.
 
     block   a module that is unsharded, used and resharded as one (by default, one of the model's blocks)
     unit    its parameters of one dtype, trained and frozen apart, end to end in one buffer (`shard_unit.py`)
@@ -35,7 +35,7 @@ Initialize = Callable[[nn.Module], None]
 
 
 def fill_later(module: nn.Module) -> None:
-    """As `initialize`: what is on the meta device stays empty until `load_full_state_dict`."""
+    """Given as `initialize`: parameters on the meta device stay empty until `load_full_state_dict`."""
 
 
 class ShardedBlock:
@@ -44,7 +44,7 @@ class ShardedBlock:
     def __init__(self, module: nn.Module, units: list[ShardUnit], is_root: bool) -> None:
         self.module, self.units, self.is_root = module, units, is_root
         self.was_whole = False
-        """Before its forward began."""
+        """Whether it was unsharded already before its forward began."""
 
     def prefetch(self) -> None:
         for unit in self.units:
@@ -100,7 +100,7 @@ class ShardedModule(GradientWrapper):
     def _homes(
         self, chosen: dict[str, nn.Module]
     ) -> tuple[dict[nn.Parameter, list[Owner]], dict[nn.Parameter, set[str | None]]]:
-        """Of every parameter: all its places, and the innermost chosen modules that those lie in."""
+        """For every parameter: all its places, and the innermost chosen modules that contain them."""
         places: dict[nn.Parameter, list[Owner]] = {}
         homes: dict[nn.Parameter, set[str | None]] = {}
         for path, module in self.module.named_modules(remove_duplicate=False):
@@ -136,7 +136,7 @@ class ShardedModule(GradientWrapper):
 
     @torch.no_grad()
     def _initialize(self, units: list[ShardUnit], empty: list[nn.Module], initialize: Initialize) -> None:
-        """Fill what was on the meta device: whole for a moment, then each rank keeps its piece of rank 0's."""
+        """Initialize parameters from the meta device: unsharded first, then each rank keeps its piece of rank 0's."""
         for unit in units:
             unit.unshard()
         for module in empty:
@@ -149,7 +149,7 @@ class ShardedModule(GradientWrapper):
             unit.reshard()
 
     def _give_buffers(self, module: nn.Module) -> None:
-        """Memory where we compute; what was on the meta device has no values to keep."""
+        """Move buffers to the compute device; those on the meta device have no values to keep."""
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 on_meta, device = buffer.device.type == "meta", self.placement.device
@@ -162,12 +162,12 @@ class ShardedModule(GradientWrapper):
         return [unit for unit in self.units() if unit.trainable]
 
     def outside(self) -> list[ShardUnit]:
-        """What is whole from forward to backward: all that lies outside the blocks."""
+        """The units outside the blocks, which stay unsharded from forward to backward."""
         return [*(unit for block in self.blocks if block.is_root for unit in block.units), *self.rest]
 
     @contextmanager
     def outside_unsharded(self) -> Iterator[None]:
-        """Around a forward. What it has gathered stays for backward; without one it is released, unless the backward of
+        """Around a forward. What it gathers stays for backward; if there is none it is released, unless the backward of
         an earlier forward needs it.
         """
         outside = self.outside()
@@ -186,7 +186,7 @@ class ShardedModule(GradientWrapper):
         self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
 
     def cast(self, values: Any, dtype: torch.dtype | None) -> Any:
-        """Every floating-point tensor among them to `dtype`, if there is one."""
+        """Cast every floating-point tensor among the values to `dtype`, if one is given."""
         if dtype is None:
             return values
         flat, shape = tree_flatten(values)
@@ -200,15 +200,15 @@ class ShardedModule(GradientWrapper):
         unit.issue_reduce(self._gradient_buffers.take(unit))
 
     def reduction_order(self) -> list[ShardUnit]:
-        """In which units that backward has not reduced are, on all ranks."""
+        """The order, the same on all ranks, in which units that backward has not reduced are reduced."""
         return self.trained_units()[::-1]
 
     def close_round(self) -> None:
-        """Bring every rank its pieces of the mean, added to what earlier rounds since `zero_grad` brought.
+        """Give every rank its pieces of the mean, added to those of earlier rounds since `zero_grad`.
 
-        What was reduced during backward is waited for, the rest is reduced now: units whose inputs need no gradient,
+        Reductions issued during backward are waited for, the rest are issued now: units whose inputs need no gradient,
         and those that no loss depends on. A unit that computed after it was reduced (re-entrant checkpointing) has late
-        gradients: as long as any rank has such, all go another round.
+        gradients: while any rank has late gradients, all ranks do another round.
         """
         units = self.trained_units()
         late = True
@@ -231,7 +231,7 @@ class ShardedModule(GradientWrapper):
     # ---- what is held ----------------------------------------------------------------------------------------
 
     def gradient_buffers(self) -> list[Tensor]:
-        """In which unsharded gradients are reduced, two of each dtype in turn."""
+        """The buffers in which unsharded gradients are reduced, two of each dtype in turn."""
         return self._gradient_buffers.tensors()
 
     def gathered_bytes(self) -> int:
@@ -272,7 +272,7 @@ class ShardedModule(GradientWrapper):
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of every parameter, in the master's dtype; tied ones come under each of their names.
 
-        Every rank must go through it. One unit is whole at a time: copy what is to stay.
+        Every rank must iterate over all of it. Only one unit is unsharded at a time: copy what you keep.
         """
         names = self._names()
         for unit in self.units():
@@ -297,7 +297,7 @@ class ShardedModule(GradientWrapper):
         return {n: found[n] if n in found else v.detach().to(place, copy=True) for n, v in state.items()}
 
     def unreduced_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """This rank's own whole gradients, by name, where `no_sync` has left them."""
+        """This rank's unreduced gradients by name, as `no_sync` has left them."""
         names = self._names()
         for unit in self.trained_units():
             for index in unit.trainable:
@@ -315,7 +315,7 @@ class ShardedModule(GradientWrapper):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Whole tensors by name, of which this rank takes its pieces; one at a time, where an iterator gives them."""
+        """Load whole tensors by name: this rank copies its pieces. An iterator may give them one at a time."""
         held = self.held()
         tied = {name: names[0] for names in self._names().values() for name in names}
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
@@ -349,7 +349,7 @@ class ShardedModule(GradientWrapper):
         }
 
     def _names(self) -> dict[nn.Parameter, list[str]]:
-        """Sharded or whole, a parameter is found under its names."""
+        """The names of every parameter, whether it is sharded or unsharded at the moment."""
         names: dict[nn.Parameter, list[str]] = {}
         places = {place: p for unit in self.units() for p, owners in unit.owners.items() for place in owners}
         for path, module in self.module.named_modules(remove_duplicate=False):

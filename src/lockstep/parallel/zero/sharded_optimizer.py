@@ -9,8 +9,8 @@ How a step goes:
    that, unless the caller waits before the parameters are used (`overlap_gather`): then the all-gathers
    are in flight while the next forward pass begins, those of the first layers first
 
-Averaging gradients is not its job: it steps with what stands in `p.grad`, as any optimizer does. `DataParallel`
-averages them on all ranks (2Ψ bytes, and Ψ for the parameters); `ShardedDataParallel` brings each rank only its own
+It does not average gradients: it steps with what is in `p.grad`, as any optimizer does. `DataParallel`
+averages them on all ranks (2Ψ bytes, and Ψ for the parameters); `ShardedDataParallel` gives each rank only its own
 part of the mean (Ψ and Ψ), which is the ZeRO of the paper.
 
 Cutting through tensors is right for optimizers that treat each element by itself (SGD, Adam, AdamW, RMSprop, ...).
@@ -60,15 +60,15 @@ class ParameterBucket:
         self._gathering = all_gather_into_async(self.flat, self.own, self.group, purpose="parameters")
 
     def wait(self) -> None:
-        """Until the parameters are whole."""
+        """Wait until the parameters are complete."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
     def take_gradients(self) -> list[nn.Parameter]:
-        """Give each piece its slice of the whole gradient, where there is one; else it keeps what a wrapper gave it.
+        """Give each piece its slice of `p.grad`, where there is one; else it keeps the gradient that a wrapper has set.
 
-        Returns those that were given one, for this step only.
+        Returns the pieces that were given a gradient, which is for this step only.
         """
         taken = []
         for piece, shard in zip(self.pieces, self.shards, strict=True):
@@ -79,13 +79,13 @@ class ParameterBucket:
         return taken
 
     def refresh(self) -> None:
-        """The parameters have been written to: offloaded pieces are copies, and take it over."""
+        """The parameters have been written to: offloaded pieces, which are copies, take the new values."""
         if self.offload:
             for piece, shard in zip(self.pieces, self.shards, strict=True):
                 shard.data.copy_(self.own[piece.at])
 
     def put_back(self) -> None:
-        """Offloaded pieces have been stepped elsewhere."""
+        """Offloaded pieces have been stepped on the host: copy them back into the parameters."""
         if self.offload:
             for piece, shard in zip(self.pieces, self.shards, strict=True):
                 self.own[piece.at].copy_(shard, non_blocking=True)
@@ -101,7 +101,7 @@ class OwnedPiece:
 
     @property
     def region(self) -> Region:
-        """What it is of the model's own tensor."""
+        """Its region of the model's tensor."""
         return region_of(self.parameter).part(self.piece.inside.start, self.piece.inside.stop)
 
 
@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.overlap_gather = False
         """`step()` returns with all-gathers in flight: a caller that sets this calls `wait_for_parameters` in time."""
         self.gather_order: list[ParameterBucket] = []
-        """In which forward needs them, where that is known; else from the last, which has the first layers."""
+        """The order in which forward needs the buckets, if known; else from the last, which has the first layers."""
         self.group, self._cap = group_of(process_group, "shard"), bucket_mb * MIB
         self._inner: torch.optim.Optimizer | None = None
         self._frozen: list[nn.Parameter] = []
@@ -194,7 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def wait_for_parameters(self) -> None:
-        """Until what the last step has updated on other ranks is here."""
+        """Wait for the parameters that other ranks have updated in the last step."""
         for bucket in reversed(self.buckets):
             bucket.wait()
 
@@ -308,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def put_together(whole: dict[str, Any], state: dict[str, Any], inside: slice, parameter: Tensor) -> None:
-    """Write a piece's state into the whole parameter's. What has not the piece's shape (a step count) is copied."""
+    """Write a piece's state into the whole parameter's. State without the piece's shape (a step count) is copied."""
     length = inside.stop - inside.start
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() == 1 and len(value) == length:

@@ -1,7 +1,7 @@
 """ZeRO stage 3 for a stage of a pipeline: gathered once per step, kept for all micro-batches, reduced once.
 
 Micro-batches follow each other through the same blocks. To gather a block for each of them, and to reduce its gradients
-after each, would send as much as the micro-batches are many. So, per step:
+after each, would multiply the traffic by the number of micro-batches. So, per step:
 
 1. `begin_step` issues the all-gathers of all blocks (Ψ(n-1)/n bytes), in the order of forward, and each block waits for
    its own. Later stages stand idle until the first micro-batch reaches them, and gather meanwhile
@@ -43,7 +43,7 @@ class ShardedStage(ShardedModule):
         placement = UnitPlacement(device, CPU if offload else device, compute_dtype, reduce_dtype)
         super().__init__(module, shard, group_of(process_group, "shard"), placement, initialize, manual=True)
         self._in_step = False
-        """Since the first forward pass that trains, until gradients are reduced."""
+        """From the first training forward pass until gradients are reduced."""
         self._sequence = [block for block in self.blocks if not block.is_root]
         self._order: list[ShardUnit] = []
         self._issued = 0  # reductions of this step: always those of the first units
@@ -108,7 +108,7 @@ class ShardedStage(ShardedModule):
     # ---- backward --------------------------------------------------------------------------------------------
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Units are reduced in one order on all ranks, whatever order their gradients are complete in."""
+        """Units are reduced in the same order on all ranks, whatever order their gradients become complete in."""
         unit, _ = self._places[parameter]
         self._missing[unit].discard(parameter)
         while self._issued < len(self._order) and not self._missing[self._order[self._issued]]:

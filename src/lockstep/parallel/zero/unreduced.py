@@ -1,7 +1,7 @@
 """Unsharded gradients of a unit, until they are reduced.
 
-Usually they stand in `p.grad` of the parameters that compute. Where those are bf16 and gradients are reduced in fp32,
-and several passes add to them, they are moved to fp32 after each pass: sums of many would lose too much in bf16.
+Usually they are in `p.grad` of the unsharded parameters. Where those are bf16 and gradients are reduced in fp32,
+and several passes add to them, they are moved to fp32 after each pass: long sums would lose too much in bf16.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class UnreducedGradients:
-    """By the number of the parameter in its unit."""
+    """Keyed by the index of the parameter in its unit."""
 
     def __init__(self, parameters: list[nn.Parameter], reduce_dtype: torch.dtype) -> None:
         """`parameters`: the unsharded ones, which compute."""
@@ -21,7 +21,7 @@ class UnreducedGradients:
         return self._wide.get(index, self.parameters[index].grad)
 
     def get_or_zeros(self, index: int) -> Tensor:
-        """In the dtype in which it accumulates over the passes of a step."""
+        """The gradient, or zeros, in the dtype in which it accumulates over the passes of a step."""
         parameter = self.parameters[index]
         if self.get(index) is None:
             zeros = torch.zeros_like(parameter, dtype=self.reduce_dtype)
