@@ -1,14 +1,19 @@
 """What engines promise beyond equality: no rank holds the whole model, groups are of the backend asked for."""
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lockstep.bench.parts import part_of
+from lockstep.comm.ledger import Ledger, recording, seconds_between
+from lockstep.comm.observe import ObservedGroup
 from lockstep.config import CNN, GPT, MLP, Config, Data, Lora, Model, Parallel, ResNet, Train
 from lockstep.data import DataSpec, read_share
+from lockstep.layout.group import group_of
 from lockstep.layout.world import World
 from lockstep.measure.memory import measure_memory
 from lockstep.models import build_model
@@ -203,3 +208,19 @@ def test_a_rate_that_diverges_is_no_matter_for_a_benchmark() -> None:
     config = Config(MLP(layers=8, width=64), Data("synthetic", kind="regression", samples=64), train, Parallel())
     (timing,) = bench_cases(World(), [Case("single", "single", config)], steps=8, warmup=1)
     assert timing.skipped == 0
+
+
+def observe_a_synchronous_call(world: World) -> None:
+    """NCCL runs such a call on the stream that computes, and gives no Work."""
+    group = ObservedGroup(group_of(), "parameters")
+    group.inner = SimpleNamespace(_allgather_base=lambda *_: time.sleep(0.01))
+    ledger = Ledger(world.device)
+    with recording(ledger):
+        assert group._allgather_base(torch.zeros(4), torch.zeros(2)) is None
+    (entry,) = ledger.entries
+    assert entry.nbytes == 16
+    assert seconds_between(entry.wait_started, entry.wait_ended) >= 0.01
+
+
+def test_a_collective_without_a_work_counts_as_waited_for() -> None:
+    on_ranks(observe_a_synchronous_call, 2)

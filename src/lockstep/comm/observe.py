@@ -9,15 +9,16 @@
 The engine runs unchanged, at full speed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.collectives import note_end
-from lockstep.comm.ledger import Entry, active_ledger, mark
+from lockstep.comm.ledger import Entry, Ledger, active_ledger, mark
 from lockstep.layout.group import Group, group_of, shared_group
 
 
@@ -31,45 +32,62 @@ class ObservedGroup(dist.ProcessGroup):
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self.group, self.inner, self.purpose, self.sees_waits = group, group.native, purpose, sees_waits
 
-    def _note(self, operation: str, nbytes: int, tensor: torch.Tensor, work: dist.Work) -> dist.Work:
+    def _observe(
+        self, operation: str, nbytes: int, tensor: torch.Tensor, start: Callable[[], dist.Work | None]
+    ) -> dist.Work | None:
+        """`start`: issues it. NCCL runs what is not asynchronous on the compute stream, and returns nothing."""
         ledger = active_ledger()
         if ledger is None:
-            return work
-        entry = ledger.add(operation, self.purpose, self.group, nbytes)
+            return start()
+        entry = self._entry(ledger, operation, nbytes)
+        work = start()
+        if work is None:
+            entry.wait_started, entry.wait_ended = entry.issued, mark(ledger.device)
+            entry.ended = entry.wait_ended
+            return None
         note_end(work, entry, tensor.device, self.group)
         return ObservedWork(work, entry, ledger.device) if self.sees_waits else work
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self._note("all_reduce", total_bytes(tensors), tensors[0], self.inner.allreduce(tensors, opts))
+    def _entry(self, ledger: Ledger, operation: str, nbytes: int) -> Entry:
+        return ledger.add(operation, self.purpose, self.group, nbytes)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._note("all_reduce", total_bytes(tensors), tensors[0], self.inner.allreduce_coalesced(tensors, opts))
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        start = partial(self.inner.allreduce, tensors, opts)
+        return self._observe("all_reduce", total_bytes(tensors), tensors[0], start)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self._note("broadcast", total_bytes(tensors), tensors[0], self.inner.broadcast(tensors, opts))
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        start = partial(self.inner.allreduce_coalesced, tensors, opts)
+        return self._observe("all_reduce", total_bytes(tensors), tensors[0], start)
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        work = self.inner.allgather_into_tensor_coalesced(outputs, inputs, opts)
-        return self._note("all_gather", total_bytes(outputs), outputs[0], work)
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        start = partial(self.inner.broadcast, tensors, opts)
+        return self._observe("broadcast", total_bytes(tensors), tensors[0], start)
 
-    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        return self._note("all_gather", output.nbytes, output, self.inner._allgather_base(output, input, opts))
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        start = partial(self.inner.allgather_into_tensor_coalesced, outputs, inputs, opts)
+        return self._observe("all_gather", total_bytes(outputs), outputs[0], start)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        work = self.inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        return self._note("reduce_scatter", total_bytes(inputs), inputs[0], work)
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        start = partial(self.inner._allgather_base, output, input, opts)
+        return self._observe("all_gather", output.nbytes, output, start)
 
-    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        return self._note("reduce_scatter", input.nbytes, input, self.inner._reduce_scatter_base(output, input, opts))
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        start = partial(self.inner.reduce_scatter_tensor_coalesced, outputs, inputs, opts)
+        return self._observe("reduce_scatter", total_bytes(inputs), inputs[0], start)
 
-    def alltoall_base(self, output: Any, input: Any, *splits: Any) -> dist.Work:
-        return self._note("all_to_all", input.nbytes, input, self.inner.alltoall_base(output, input, *splits))
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        start = partial(self.inner._reduce_scatter_base, output, input, opts)
+        return self._observe("reduce_scatter", input.nbytes, input, start)
 
-    def send(self, tensors: list[torch.Tensor], *to: Any) -> dist.Work:
-        return self._note("send", total_bytes(tensors), tensors[0], self.inner.send(tensors, *to))
+    def alltoall_base(self, output: Any, input: Any, *splits: Any) -> Any:
+        start = partial(self.inner.alltoall_base, output, input, *splits)
+        return self._observe("all_to_all", input.nbytes, input, start)
 
-    def recv(self, tensors: list[torch.Tensor], *source: Any) -> dist.Work:
-        return self._note("recv", total_bytes(tensors), tensors[0], self.inner.recv(tensors, *source))
+    def send(self, tensors: list[torch.Tensor], *to: Any) -> Any:
+        return self._observe("send", total_bytes(tensors), tensors[0], partial(self.inner.send, tensors, *to))
+
+    def recv(self, tensors: list[torch.Tensor], *source: Any) -> Any:
+        return self._observe("recv", total_bytes(tensors), tensors[0], partial(self.inner.recv, tensors, *source))
 
     # Set-up only.
 
@@ -152,21 +170,16 @@ class GroupOfDDP(ObservedGroup):
 
     def __init__(self, group: Group, broadcasts: str) -> None:
         """`broadcasts`: the purpose of its broadcasts."""
-        super().__init__(group, "gradients")
+        super().__init__(group, "gradients", sees_waits=False)
         self.broadcasts, self._open = broadcasts, list[Entry]()
 
-    def _note(self, operation: str, nbytes: int, tensor: torch.Tensor, work: dist.Work) -> dist.Work:
-        ledger = active_ledger()
-        if ledger is None:
-            return work
+    def _entry(self, ledger: Ledger, operation: str, nbytes: int) -> Entry:
         if operation == "broadcast":
-            entry = ledger.add(operation, self.broadcasts, self.group, nbytes)
-        else:
-            entry = ledger.add(operation, self.purpose, self.group, nbytes)
-            entry.subject = f"bucket {len(self._open)}"
-            self._open.append(entry)
-        note_end(work, entry, tensor.device, self.group)
-        return work
+            return ledger.add(operation, self.broadcasts, self.group, nbytes)
+        entry = super()._entry(ledger, operation, nbytes)
+        entry.subject = f"bucket {len(self._open)}"
+        self._open.append(entry)
+        return entry
 
     def waits_until_now(self, device: torch.device) -> None:
         """Fill in the wait times of a backward pass that has just returned.
