@@ -307,3 +307,35 @@ def test_a_hang_costs_the_store_requests_in_proportion_to_the_ranks(
     assert len(said) == 1
     assert f"rank {ranks - 1}" in said[0]
     assert store.requests < 30 * ranks
+
+
+READS_WHILE_GROUPS_ARE_MADE = """
+import os, threading, torch, torch.distributed as dist
+from lockstep.launch.calls import record_calls, recorded
+record_calls()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+over, seen, errors = threading.Event(), [], []
+threading.excepthook = errors.append
+def look():
+    while not over.is_set():
+        seen.append(len(recorded()))
+threads = [threading.Thread(target=look) for _ in range(2)]
+for thread in threads: thread.start()
+for _ in range(100):
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0], backend="gloo"))
+over.set()
+for thread in threads: thread.join()
+print(max(seen), len(errors), flush=True)
+os._exit(0)
+"""
+
+
+def test_calls_are_read_while_groups_are_made() -> None:
+    """Torch's tables of groups change under a reader then: the watch of a rank would end, without a word."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", READS_WHILE_GROUPS_ARE_MADE]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    most, errors = result.stdout.split()
+    assert int(most) > 1
+    assert int(errors) == 0, result.stderr[-2000:]

@@ -3,10 +3,13 @@
 Of gloo's and NCCL's groups torch's flight recorder knows it; a backend of ours reports it itself (`sources`).
 """
 
+import functools
 import json
 import os
 import re
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
@@ -62,10 +65,30 @@ def called(description: str) -> str:
     return {"default_pg": "world", "": "world"}.get(description, description.removeprefix("mesh_"))
 
 
+_making_groups = threading.RLock()
+"""Torch changes its tables of groups without a lock: whoever reads them while a group is being made fails."""
+
+
 def record_calls() -> None:
     """Before the first group is made."""
     for name, value in RECORDED.items():
         os.environ.setdefault(name, value)
+    make: Any = getattr(dist.distributed_c10d, MAKES_GROUP, None)
+    if make is not None and not hasattr(make, "__wrapped__"):
+        setattr(dist.distributed_c10d, MAKES_GROUP, _excluding_readers(make))
+
+
+MAKES_GROUP = "_new_process_group_helper"
+"""Torch's private function that makes every group."""
+
+
+def _excluding_readers(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with _making_groups:
+            return make(*args, **kwargs)
+
+    return made
 
 
 def elements(shape: list[list[int]], dtypes: list[str]) -> str:
@@ -82,7 +105,18 @@ RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def recorded() -> list[Call]:
-    """Of gloo's and NCCL's groups, by their flight recorders."""
+    """Of gloo's and NCCL's groups, by their flight recorders. While a group is being made, which waits for other ranks,
+    none can be read: this rank's stack says what it is doing.
+    """
+    if not _making_groups.acquire(timeout=1.0):  # another reader needs less
+        return []
+    try:
+        return _read_recorders()
+    finally:
+        _making_groups.release()
+
+
+def _read_recorders() -> list[Call]:
     from torch._C import _distributed_c10d as c10d  # the only door to them
 
     dumps = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]

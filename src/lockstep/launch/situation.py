@@ -74,8 +74,20 @@ def main_stack() -> list[str]:
     """The innermost frames that are not about how a collective waits."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [] if frame is None else traceback.extract_stack(frame)
-    relevant = [f for f in frames if not any(part in f.filename for part in BENEATH)]
+    relevant = [f for f in frames if not is_beneath(f.filename)]
     return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in relevant[-FRAMES:]]
+
+
+def main_position() -> tuple[int, int] | None:
+    """Of the main thread: the innermost frame that is not about how a collective waits, and its instruction."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and is_beneath(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def is_beneath(file: str) -> bool:
+    return any(part in file for part in BENEATH)
 
 
 # ---- who is to blame -------------------------------------------------------------------------------------------

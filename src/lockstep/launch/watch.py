@@ -35,7 +35,7 @@ from lockstep.errors import HangError
 from lockstep.launch.calls import LONG, Call, last_calls
 from lockstep.launch.processes import process_namespace
 from lockstep.launch.restart import RESTARTS
-from lockstep.launch.situation import FINISHED, Situation, local_situation, report, state_of, verdict
+from lockstep.launch.situation import FINISHED, Situation, local_situation, main_position, report, state_of, verdict
 
 LOOK_EVERY = 0.2
 RANKS_AT_THAT_PACE = 512
@@ -63,6 +63,8 @@ class Watch:
         self._seen = self._token()
         self._since: dict[tuple[str, tuple[int, ...], int, str, int], float] = {}
         """Since when we know of a call that has not ended, by the monotonic clock."""
+        self._position: tuple[int, int] | None = None
+        """Where the main thread was, the last time."""
         self._hanging, self._asked, self._over = threading.Event(), threading.Event(), threading.Event()
         self._heard = threading.Event()
         self._telling = threading.Lock()
@@ -119,8 +121,13 @@ class Watch:
                 return
 
     def _oldest(self) -> float:
-        """For how long a call has been open, at most."""
-        now = time.monotonic()
+        """For how long a call has been open, at most. Calls are only read where the main thread stands still: torch's
+        recorder, read while it is written, has crashed a rank.
+        """
+        now, position = time.monotonic(), main_position()
+        if position != self._position:
+            self._position = position
+            return 0.0
         pending = {key(call) for call in last_calls() if not call.over and not call.group.startswith(LONG)}
         self._since = {k: self._since.get(k, now) for k in pending}
         return now - min(self._since.values(), default=now)
