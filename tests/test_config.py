@@ -21,7 +21,7 @@ MISTAKES = {
     "trian: {lr: 0.1}": "unknown key trian; did you mean train?",
     "train: {lr: fast}": "train.lr is 'fast', but it must be float",
     "train: {epochs: 2.5}": "train.epochs is 2.5, but it must be int",
-    "train: {epochs: true}": "train.epochs is 'true', but it must be int",
+    "train: {epochs: true}": "train.epochs is True, but it must be int",
     "train: {optimizer: adamm}": "train.optimizer is 'adamm', but it must be one of sgd, adam, adamw",
     "model: {channels: 8}": "model.channels is 8, but it must be a list of int",
     "model: {name: vgg}": "model.name is 'vgg', but it must be one of mlp, cnn, resnet, gpt, hf, own",

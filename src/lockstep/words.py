@@ -31,7 +31,7 @@ MOST_LISTED = 16
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """`0, 1, 3`; of many, the runs of neighbors: `0 to 4,095`."""
+    """`0, 1, 3`; of many, the runs of neighbors: `0 to 4095`."""
     if len(numbers) <= MOST_LISTED:
         return ", ".join(map(str, numbers))
     runs: list[list[int]] = []

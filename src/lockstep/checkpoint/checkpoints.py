@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.snapshot import Snapshot, Snapshots
@@ -66,6 +67,8 @@ class Saved(Protocol):
     """What is saved and loaded: a strategy, or a loop of the user's own."""
 
     @property
+    def model(self) -> nn.Module: ...
+    @property
     def state(self) -> EngineState: ...
     @property
     def loss_scale(self) -> LossScale | None: ...
@@ -89,8 +92,9 @@ class Checkpoints:
         asynchronous: bool = True,
         group: dist.ProcessGroup | None = None,
         parameters: int = 0,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        """`parameters`: of the model, for how long a save may take."""
+        """`parameters`: of the model, for how long a save may take. `snapshots`: of savers that take turns."""
         self.world, self.folder, self.keep_last, self.asynchronous = world, folder, keep_last, asynchronous
         # A group of its own: writing goes on beside training, and must not come between training's collectives.
         self.group = group or (
@@ -99,7 +103,7 @@ class Checkpoints:
             else None
         )
         self._saving: threading.Thread | None = None
-        self._snapshots = Snapshots()
+        self.snapshots = snapshots or Snapshots()
         self.problem: str | None = None
         """Why the last save failed, until it has been reported."""
         self.failed: str | None = None
@@ -116,7 +120,8 @@ class Checkpoints:
         strategy.state.before_saving()
         beside = self.asynchronous and not wait
         state = {**strategy.state.state_dict(), f"rng.{self.world.rank}": random_state(self.world.device)}
-        taken = self._snapshots.take(state, in_the_background=beside and strategy.waits_for_copies)
+        buffers = {f"model.{name}" for name, _ in strategy.model.named_buffers()}
+        taken = self.snapshots.take(state, beside and strategy.waits_for_copies, buffers)
         if taken.copied is not None:
             strategy.optimizer_waits_for(taken.copied)
         run = {**run, "ranks": self.world.size}
@@ -358,6 +363,11 @@ def check_same_course(run: dict[str, Any], expected: dict[str, Any], folder: Pat
     """Data go on where they stopped only if they are the same data in the same batches."""
     for key, value in expected.items():
         if run.get(key) != value:
+            if key == "initial_weights":
+                raise UserError(
+                    f"{folder} has adapters only, and the frozen weights follow from the seed in another way now; "
+                    f"load it with the version that saved it, and export it there"
+                )
             raise UserError(
                 f"{folder} was saved with {key} {run.get(key)}, and this run has {value}: its data would not go on "
                 f"where they stopped; use the same, or start without --resume"

@@ -18,6 +18,8 @@ def flag_device(group: Group, device: torch.device) -> torch.device:
     a group that has a backend for GPUs only.
     """
     only_gpus = group.process_group is not None and "cpu:" not in dist.get_backend_config(group.process_group)
+    if only_gpus and device.type == "cpu":  # of a loop whose optimizer's state is on the CPU
+        return torch.device("cuda", torch.cuda.current_device())
     return device if only_gpus else torch.device("cpu")
 
 

@@ -2,7 +2,8 @@
 
 from functools import cache
 from math import inf
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from annotated_types import Interval
@@ -40,7 +41,7 @@ def checked(cls: type, section: str, field: str, value: Any, said: str | None = 
     except ValidationError as error:
         beyond = [e["input"] for e in error.errors() if e["type"] in OUT_OF_RANGE]
         allowed = _range(beyond[0], _limits(hint)) if beyond else type_name(get_type_hints(cls)[field])
-    text = _shortly(value) if beyond else repr(value)
+    text = _shortly(value) if beyond else _shortly(repr(value))
     raise UserError(f"{said or f'{section}.{field}'} is {text}, but it must be {allowed}")
 
 
@@ -56,9 +57,16 @@ def check_word(cls: type, section: str, field: str, word: str, flag: str) -> Non
             value = yaml.safe_load(word)
         except (yaml.YAMLError, ValueError):
             raise mistake from None
-        if isinstance(value, bool) or value is None or isinstance(value, str):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise
-        checked(cls, section, field, value)
+        try:
+            type(value)(word)  # as tyro will read it
+            checked(cls, section, field, value)
+        except UserError as other:
+            is_range = " must be from " in str(other) or " or more" in str(other)
+            raise (other if is_range else mistake) from None
+        except ValueError:
+            raise mistake from None
 
 
 @cache
@@ -76,7 +84,7 @@ def _plain(value: Any, hint: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    return str(value).lower() if isinstance(value, bool) and "bool" not in str(hint) else value
+    return value
 
 
 def _limits(hint: Any) -> tuple[float, float]:
@@ -98,13 +106,17 @@ def _range(number: float, limits: tuple[float, float]) -> str:
 
 
 def type_name(type_: Any) -> str:
-    choices = get_args(type_)
-    if "Literal" in str(type_):
-        flat = [c for choice in choices for c in (get_args(choice) or (choice,))]
-        return "one of " + ", ".join("null" if c is type(None) else str(c) for c in flat)
-    text = str(type_) if choices else getattr(type_, "__name__", str(type_))
-    text = text.replace("NoneType", "null").replace("None", "null").replace("tuple", "list")
-    return text.replace("list[int, ...]", "a list of int").replace("list[float, ...]", "a list of float")
+    """As a config file would put it: null for None, a list for a tuple."""
+    inner = [part for part in get_args(type_) if part is not Ellipsis]
+    origin = get_origin(type_)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, inner))
+    if origin in (Union, UnionType):
+        names = [type_name(part) for part in sorted(inner, key=lambda part: part is type(None))]
+        return f"{names[0]}, null" if names[0].startswith("one of") and names[1:] == ["null"] else " | ".join(names)
+    if origin is tuple:
+        return f"a list of {type_name(inner[0])}"
+    return {type(None): "null", dict: "a section of keys"}.get(origin or type_, getattr(type_, "__name__", str(type_)))
 
 
 def _shortly(value: Any) -> str:

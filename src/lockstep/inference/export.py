@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lockstep.checkpoint import manifest
-from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints
+from lockstep.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, check_same_course
 from lockstep.checkpoint.storage import read_into, saved_names
 from lockstep.config import Config, Data, load_config, save_config
 from lockstep.config.trust import Consent, check_trusted
@@ -25,7 +25,7 @@ from lockstep.models.gpt import GPT
 from lockstep.models.lora import merge_lora
 from lockstep.results.whole import made_whole
 from lockstep.strange import json_of
-from lockstep.training.prepare import load_weights, prepared_model
+from lockstep.training.prepare import frozen_weights, load_weights, prepared_model
 from lockstep.training.run_folder import CONFIG, read_spec, write_spec
 
 
@@ -86,6 +86,8 @@ def load_model(source: Path, consent: Consent | None = None) -> tuple[nn.Module,
         load_weights(model, weights)
     else:
         model = prepared_model(config, spec)
+        if wanted := frozen_weights(config):
+            check_same_course(manifest.read_run(weights), wanted, weights)
         fill(model, weights, adapters_only=config.lora.rank > 0)
     return merge_lora(model), config, spec
 

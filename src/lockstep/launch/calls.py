@@ -66,7 +66,7 @@ def called(description: str) -> str:
 
 
 _making_groups = threading.RLock()
-"""Torch changes its tables of groups without a lock: whoever reads them while a group is being made fails."""
+"""Torch changes its tables of groups without a lock: a thread that reads them while a group is being made fails."""
 
 
 def record_calls() -> None:

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import nan
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,20 @@ from lockstep.models.lora import LoRALinear
 
 Initialize = Callable[[nn.Module], None]
 
+SCHEME = "by module"
+"""How weights follow from a seed: a LoRA checkpoint, without the frozen ones, is only loaded where it is the same."""
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers of this seed inside; outside they go on as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    generator = torch.default_generator  # the CPU's alone: torch.manual_seed reseeds those of GPUs too
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        generator.set_state(before)
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -73,9 +81,12 @@ def initial_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]
     def make() -> Iterator[tuple[str, Tensor]]:
         for name, shell, mine, kinds in parts:
             for key, (shape, dtype) in kinds.items():
-                _assign(shell, key, torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype))
+                floating = dtype.is_floating_point
+                _assign(shell, key, torch.full(shape, nan) if floating else torch.zeros(shape, dtype=dtype))
             fill(shell, initialize, seed, name)
             made = _direct(shell)
+            unfilled = [key for key, tensor in made.items() if is_unfilled(tensor)]
+            assert not unfilled, f"nothing initializes {unfilled} of {name or 'the model'}"
             shell._parameters, shell._buffers = {}, {}
             for key, full_name in mine.items():
                 yield full_name, made.pop(key).detach().to(kinds[key][1])
@@ -101,6 +112,11 @@ def fill_adapters(model: nn.Module, seed: int) -> nn.Module:
             with seeded(seed_of(seed, f"{name}.lora")):
                 module.reset_adapter()
     return model
+
+
+def is_unfilled(tensor: Tensor) -> bool:
+    """Still what it was before: its first element says so."""
+    return not tensor.is_meta and tensor.numel() > 0 and bool(tensor.view(-1)[0].isnan())
 
 
 def reset(module: nn.Module) -> None:

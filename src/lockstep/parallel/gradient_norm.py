@@ -42,7 +42,8 @@ class Gradients:
 
     def tensors(self) -> list[Tensor]:
         """This rank's, as plain tensors."""
-        return [g for held in self.trained.values() if (g := gradient_of(held.parameter)) is not None]
+        found = (gradient_of(held.parameter) for held in self.trained.values())
+        return [gradient for gradient in found if gradient is not None and gradient.numel()]
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradient; not finite also if only a copy that is not counted is not finite."""

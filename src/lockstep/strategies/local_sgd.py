@@ -115,8 +115,10 @@ class LocalState:
     def state_dict(self) -> dict[str, Any]:
         state, group = self._ordinary.state_dict(), self.engine.layout.gradient
         for name, value in state.items():
-            if name.startswith("model.") and value.is_floating_point() and group.size > 1:
-                state[name] = all_reduce(value.clone(), group=group, purpose="check").div_(group.size)
+            tensor = value.tensor if isinstance(value, Held) else value
+            if name.startswith("model.") and tensor.is_floating_point() and group.size > 1:
+                mean = all_reduce(tensor.clone(), group=group, purpose="check").div_(group.size)
+                state[name] = replace(value, parameter=mean) if isinstance(value, Held) else mean
         return state
 
     def to_load(self, saved: set[str]) -> dict[str, Any]:
@@ -127,7 +129,8 @@ class LocalState:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
             for name in [n for n in state if n.startswith("model.")]:
-                named[name.removeprefix("model.")].copy_(state[name])
+                value, mine = state[name], named[name.removeprefix("model.")]
+                mine.copy_(value.tensor.view(mine.shape) if isinstance(value, Held) else value)
         self.engine.averager.restart()
         self._ordinary.load({name: value for name, value in state.items() if not name.startswith("model.")})
 

@@ -118,6 +118,7 @@ class ParallelModel:
     def finish(self) -> None:
         """After the last step: all ranks hold the same weights and buffers."""
         self.engine.settle()
+        self.worker.wait_for_copies()
         self.engine.finish()
         self.synchronize_buffers()
 

@@ -225,9 +225,7 @@ class Worker:
         if applied is None:
             optimizer: Any = self.engine.local_optimizer
             optimizer.found_inf = (~norm.isfinite()).float()  # as torch's gradient scaler passes it
-        for copied in self.copies:
-            torch.cuda.current_stream().wait_event(copied)
-        self.copies = []
+        self.wait_for_copies()
         if applied is not False:
             if self.options.clip_norm is not None:
                 self.gradients.clip(norm, self.options.clip_norm)
@@ -236,6 +234,12 @@ class Worker:
             assert applied is not None, "with a loss scale the host decides"
             self.loss_scale.update(applied)
         return norm, applied
+
+    def wait_for_copies(self) -> None:
+        """Before anything writes to parameters; on the GPU, not on the host."""
+        for copied in self.copies:
+            torch.cuda.current_stream().wait_event(copied)
+        self.copies = []
 
     def _skips_on_device(self) -> bool:
         """A fused Adam changes nothing if a flag on the device is set: that gradients are not finite. So

@@ -26,7 +26,7 @@ from lockstep.training.metrics import MetricsWriter, writing_to
 from lockstep.training.optimizer import learning_rate
 from lockstep.training.out_of_memory import out_of_memory_in_one_line
 from lockstep.training.pace import Pace
-from lockstep.training.prepare import load_data, prepare_strategy
+from lockstep.training.prepare import frozen_weights, load_data, prepare_strategy
 from lockstep.training.result import TrainResult
 from lockstep.training.run_folder import CONFIG, choose_folder, locked, write_spec
 from lockstep.training.saving import Saving
@@ -149,7 +149,7 @@ class Run:
         epochs = -(-self.total_steps // self.steps_per_epoch)
         self.bar = StatusBar(self.total_steps, epochs, self.logger.console, quiet)
         course = {"batch_size": train.batch_size, "seed": train.seed, "samples": self.reader.samples or 0}
-        self.saving = Saving(world, config, folder, strategy, self.logger, course)
+        self.saving = Saving(world, config, folder, strategy, self.logger, course | frozen_weights(config))
         self.evaluated: tuple[int, float, float] | None = None
         """The last evaluation: after which step, loss, accuracy."""
         self.gave_up = False

@@ -20,7 +20,7 @@ from lockstep.launch.calls import LONG
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config
 from lockstep.models import build_model, check_outputs, is_users, training_flops
-from lockstep.models.initial import Deferred, fill_adapters
+from lockstep.models.initial import SCHEME, Deferred, fill_adapters
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
 from lockstep.strategies import Options, ParallelModel, make_layout, parallelize
@@ -104,6 +104,12 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
         frozen_dtype = torch.bfloat16 if lora.frozen_dtype == "bf16" else None
         add_lora(model, lora.rank, lora.alpha, lora.targets, frozen_dtype)
     return model
+
+
+def frozen_weights(config: Config) -> dict[str, str]:
+    """Where those come from that a LoRA checkpoint lacks, if that is the seed."""
+    by_seed = config.lora.rank > 0 and config.train.weights is None and not is_users(config.model)
+    return {"initial_weights": SCHEME} if by_seed else {}
 
 
 def deferred_model(config: Config, spec: DataSpec) -> Deferred:

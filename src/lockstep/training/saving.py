@@ -86,7 +86,9 @@ class Saving:
     def _in_memory(self, world: World, home: Path, group: dist.ProcessGroup | None) -> Checkpoints:
         """In the one folder of this machine, or on each node with a copy of its neighbour's."""
         nodes = nodes_of(home, world, group)
+        assert self.disk is not None
         how: dict[str, Any] = {"keep_last": 1, "asynchronous": self.asked.asynchronous}
+        how["snapshots"] = self.disk.snapshots
         if group is None or len(nodes) == 1:
             return Checkpoints(world, home, group=group, **how)
         return CheckpointsOnNodes(world, home, nodes, group, **how)
