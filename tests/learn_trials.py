@@ -164,7 +164,7 @@ def ring(""",
         ),
     },
     "zero12": {
-        "rounds down": ([("-(-total // self.size)", "total // self.size")], "belong to nobody: round the piece up"),
+        "rounds down": ([("-(-total // self.size)", "total // self.size")], "belong to no rank: round the piece up"),
         "keeps all": (
             [("flat = torch.empty_like(gradient)\n", "flat = self.all = torch.empty_like(gradient)\n")],
             "besides the parameters",
@@ -191,7 +191,7 @@ def ring(""",
                     "weight = finish_gather(handle)\n        kept = [*(kept if index else []), weight]\n",
                 )
             ],
-            "layers whole at once",
+            "layers gathered at once",
         ),
     },
     "tensor_parallel": {
@@ -230,7 +230,7 @@ def ring(""",
             ],
             "its instructions are",
         ),
-        "keeps all": ([("held.pop(number)", "held[number]")], "let go of each after its backward"),
+        "keeps all": ([("held.pop(number)", "held[number]")], "release each after its backward"),
     },
     "ring_attention": {
         "lse of the larger": (

@@ -14,6 +14,7 @@ from lockstep.learn.rank import Rank
 
 BILLIONS, SIZES = 7, {"pp": 2, "dp": 4, "tp": 2}
 CLUSTER, BATCH, SLOWER = "2x8xa100-40", 64, 1.1
+EVERY_GROUP = "every rank must make every group, in the same order: dist.new_group waits for all of them"
 
 
 def facts() -> list[str]:
@@ -60,7 +61,7 @@ def grade(rank: Rank) -> None:
 
 def groups_of(rank: Rank, sizes: dict[str, int]) -> None:
     """Real groups: every one adds up the ranks that are in it."""
-    groups = rank.exercise.make_groups(sizes)
+    groups = groups_made(rank, sizes)
     for axis in sizes:
         wanted = right.peers(rank.rank, axis, sizes)
         total = torch.tensor([float(rank.rank)], dtype=torch.float64, device=rank.device)
@@ -68,6 +69,27 @@ def groups_of(rank: Rank, sizes: dict[str, int]) -> None:
             dist.all_reduce(total, group=groups[axis])
         expected = torch.tensor([float(sum(wanted))], dtype=torch.float64)
         rank.expect_tensor(f"make_groups({sizes}): the sum of the ranks along {axis}", total.cpu(), expected)
+
+
+def groups_made(rank: Rank, sizes: dict[str, int]) -> dict[str, Any]:
+    """What make_groups gives, where all ranks make the same groups. Otherwise `new_group` waits, or mixes groups up."""
+    new_group = dist.new_group
+
+    def same_everywhere(ranks: list[int] | None) -> None:
+        rank.expect(len({str(ranks) for ranks in rank.gather(ranks)}) == 1, EVERY_GROUP)
+
+    def compared(ranks: list[int] | None = None, *others: Any, **settings: Any) -> Any:
+        if not settings.get("use_local_synchronization"):
+            same_everywhere(list(range(rank.size)) if ranks is None else list(ranks))
+        return new_group(ranks, *others, **settings)
+
+    dist.new_group = compared
+    try:
+        groups: dict[str, Any] = rank.exercise.make_groups(sizes)
+        same_everywhere(None)  # no rank makes one that others do not
+    finally:
+        dist.new_group = new_group
+    return groups
 
 
 def judge(rank: Rank) -> None:
@@ -112,8 +134,3 @@ def judged(chosen: object) -> tuple[str | None, str]:
     if seconds > SLOWER * best:
         return f"CHOSEN {chosen!r}: {seconds:.2f} s a step by the planner, and the best takes {best:.2f} s", ""
     return None, f"your layout: {seconds:.2f} s a step by the planner, {seconds / best:.2f} of the best"
-
-
-def explain(logs: list[list[dict[str, Any]]]) -> str | None:
-    """Groups that only some ranks make."""
-    return "every rank must make every group, in the same order: dist.new_group waits for all of them"
