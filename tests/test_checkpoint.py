@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,40 @@ def check_moves(rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]],
                 assert torch.equal(weights[name], tensor.to(weights[name].dtype)), (moved, name)
             tolerance = 1e-12 if "deepspeed" not in (saver, loader) else 2e-5  # it computes in fp32
             assert losses == pytest.approx(later, abs=tolerance), moved
+
+
+def between_averages(world: World, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Local SGD, its layers cut by tp, and what each rank has after saving and loading."""
+    config = config_for("local_sgd")
+    config.parallel = replace(config.parallel, tp=2, sync_every=4)
+    first, second = (prepare_strategy(world, config, load_data(world, config)) for _ in range(2))
+    go_on(world, config, first, 0, 3)
+    checkpoints = Checkpoints(world, folder)
+    checkpoints.save(first, {"step": 3}, wait=True)
+    whole, _ = checkpoints.find()
+    assert whole is not None
+    checkpoints.load(whole, second)
+    loaded = {name: p.detach().clone() for name, p in second.model.named_parameters()}
+    return {name: p.detach().clone() for name, p in first.model.named_parameters()}, loaded
+
+
+def test_local_sgd_under_tensor_parallelism_is_saved_between_two_averages(tmp_path: Path) -> None:
+    """The same ranks go on with their own weights, one process with the mean of the replicas."""
+    found = on_ranks(between_averages, 4, tmp_path, timeout=LONG)
+    for saved, loaded in found:
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    world, config = World(), config_for("single")
+    alone = prepare_strategy(world, config, load_data(world, config))
+    checkpoints = Checkpoints(world, tmp_path)
+    whole, _ = checkpoints.find()
+    assert whole is not None
+    checkpoints.load(whole, alone)
+    parameters = dict(alone.model.named_parameters())
+    for name in ("norm.weight", "token_embedding.weight"):
+        (one, _), _, (other, _), _ = found  # tp changes fastest: the replicas of rank 0 are it and rank 2
+        mean, rows = (one[name] + other[name]) / 2, len(one[name])
+        assert not torch.equal(one[name], other[name]), name
+        torch.testing.assert_close(parameters[name][:rows], mean)
 
 
 def statistics_come_back(world: World, folder: Path) -> tuple[list[float], list[float], list[float]]:

@@ -25,6 +25,8 @@ MISTAKES = {
     "train: {optimizer: adamm}": "train.optimizer is 'adamm', but it must be one of sgd, adam, adamw",
     "model: {channels: 8}": "model.channels is 8, but it must be a list of int",
     "model: {name: vgg}": "model.name is 'vgg', but it must be one of mlp, cnn, resnet, gpt, hf, own",
+    "train: {clip_norm: fast}": "train.clip_norm is 'fast', but it must be float | null",
+    "train: {precision: true}": "train.precision is True, but it must be one of ",
     "train: {lr: 1, lr: 2}": "key lr is given twice",
     "- 1": "holds list, but it must hold sections",
     "train: 3": "train is 3, but it must be a section of keys",

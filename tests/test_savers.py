@@ -155,7 +155,7 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
 # ---- text from a checkpoint ------------------------------------------------------------------------------------
 
 
-def test_generate_writes_the_same_from_checkpoint_and_export(tmp_path: Path) -> None:
+def test_generate_writes_the_same_from_checkpoint_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few steps on text, saved with adapters; the merged model writes alike from either."""
     model = GPT(d_model=32, layers=2, heads=2, context=16)
     config = Config(
@@ -177,3 +177,6 @@ def test_generate_writes_the_same_from_checkpoint_and_export(tmp_path: Path) -> 
         pytest.importorskip("transformers")
         assert torch.equal(generate(through_deepspeed(from_file.eval()), prompt, 30).cpu(), greedy)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["lora"]["rank"] == 2
+    monkeypatch.setattr("lockstep.training.prepare.SCHEME", "in a later way")
+    with pytest.raises(UserError, match="adapters only, and the frozen weights follow from the seed in another way"):
+        load_model(tmp_path)

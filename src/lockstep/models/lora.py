@@ -106,10 +106,6 @@ def merge_lora(model: nn.Module) -> nn.Module:
     return model.requires_grad_(True)
 
 
-def is_adapter(name: str) -> bool:
-    return name.endswith((".lora_a", ".lora_b"))
-
-
 def _tied(model: nn.Module) -> set[nn.Parameter]:
     seen: set[nn.Parameter] = set()
     tied: set[nn.Parameter] = set()

@@ -12,7 +12,6 @@ from lockstep.config.trust import check_trusted
 from lockstep.errors import UserError
 from lockstep.plan.layout import PlanLayout, Recompute
 from lockstep.plan.machine import Machine
-from lockstep.plan.memory import memory_of
 from lockstep.plan.network import Network
 from lockstep.plan.software import COMPILED, OURS
 from lockstep.plan.step import Setting, step_time
@@ -31,8 +30,6 @@ class Learned:
     setting: Setting
     measured_s: float
     predicted_s: float
-    predicted_gib: float
-    measured_gib: float | None
 
     @property
     def ratio(self) -> float:
@@ -100,11 +97,7 @@ def learned(folder: Path, machine: Machine) -> Learned:
         raise UserError(f"{folder} has fewer than two windows of steps; let it train longer, or log more often")
     setting = setting_for(config, network_of_config(config, spec_without_data(config)), ranks, machine)
     seconds = median(config.train.batch_size / r["samples_per_s"] for r in steps[1:])
-    held = max((r.get("memory_bytes", 0) for r in steps), default=0)
-    return Learned(
-        *(folder, setting, seconds, step_time(setting).seconds, memory_of(setting).gib),
-        measured_gib=held / 2**30 if held and machine.is_gpu else None,
-    )
+    return Learned(folder, setting, seconds, step_time(setting).seconds)
 
 
 def improved(machine: Machine, runs: list[Learned]) -> Machine:
