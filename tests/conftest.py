@@ -7,11 +7,15 @@ left there would be waited for for ever. Here nobody else compiles, so what lies
 """
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell that starts this in the background has it ignored, and so would every command that a test interrupts."""
 
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lockstep")

@@ -49,12 +49,13 @@ def short(**changes: Any) -> Config:
 @pytest.mark.slow
 def test_the_digits_reach_98_percent_with_one_process_and_with_two(tmp_path: Path) -> None:
     config = load_config("configs/digits_cnn.yaml")
+    config.train.precision = "fp64"  # rounding in fp32 grows to 0.01 of a loss on the way
     results: dict[int, TrainResult] = {}
     for ranks in (1, 2):
         launch = Launch(nproc=ranks, device="cpu")
         results[ranks] = run_on_ranks(train, config, tmp_path / str(ranks), True, launch=launch)[0]
         assert results[ranks].test_accuracy >= 0.98
-    assert results[1].losses == pytest.approx(results[2].losses, abs=1e-3)
+    assert results[1].losses == pytest.approx(results[2].losses, abs=1e-9)
     assert load_config(tmp_path / "2" / "config.yaml") == config
 
 
