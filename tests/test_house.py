@@ -7,14 +7,14 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = (
-    ("errors", "words", "intervals", "bar", "strange", "uncompiled", "leaving", "lazy"),
+    ("errors", "words", "intervals", "bar", "strange", "uncompiled", "leaving", "lazy", "apart"),
     ("layout", "launch", "config", "results"),
     ("comm", "models", "data"),
     ("parallel",),
     ("strategies",),
     ("checkpoint", "measure"),
     ("training", "inference"),
-    ("demo", "verify", "bench", "profile", "schedule", "plan", "doctor", "chaos", "report", "learn"),
+    ("demo", "verify", "bench", "profile", "schedule", "plan", "doctor", "chaos", "report", "learn", "judge"),
     ("cli",),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -7,6 +7,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from lockstep.apart import relative
 from lockstep.bar import Bar
 from lockstep.bench.train import Case, first_batches, new_timing
 from lockstep.comm.collectives import all_gather_objects
@@ -20,7 +21,7 @@ from lockstep.measure.timing import Timing, median_step
 from lockstep.strategies import STRATEGIES, strategy_names
 from lockstep.training.evaluate import evaluate
 from lockstep.training.prepare import load_data, prepare_named
-from lockstep.verify.compare import TOLERANCE, relative
+from lockstep.verify.compare import TOLERANCE
 
 
 @dataclass

@@ -34,6 +34,7 @@ COMMANDS = {  # name -> (module, what it answers)
     "export": ("lockstep.cli.export", "a run's weights as one safetensors file, or as a folder for transformers"),
     "import": ("lockstep.cli.import_", "our GPT from a GPT-2's or a Llama's folder"),
     "verify": ("lockstep.cli.verify", "is this strategy correct? each against one process, and against theory"),
+    "judge": ("lockstep.cli.judge", "is anyone's script correct? on its ranks against its own run in one process"),
     "bench comm": ("lockstep.cli.bench_comm", "what does my interconnect give? collectives in nccl-tests' terms"),
     "bench train": ("lockstep.cli.bench_train", "which strategy is fastest? steps of each, in turns, in one run"),
     "bench scaling": ("lockstep.cli.bench_scaling", "how does it scale? weak and strong, and what is lost to what"),

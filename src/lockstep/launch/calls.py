@@ -117,11 +117,15 @@ def recorded() -> list[Call]:
 
 
 def _read_recorders() -> list[Call]:
+    return last_of_each([entry for entries in recorders() for entry in entries], groups_by_name())
+
+
+def recorders() -> list[list[dict[str, Any]]]:
+    """What each flight recorder has, oldest first. To be called while no group is being made."""
     from torch._C import _distributed_c10d as c10d  # the only door to them
 
     dumps = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]
-    entries = [entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", ())]
-    return last_of_each(entries, groups_by_name())
+    return [json.loads(dump(True, False)).get("entries", []) for dump in dumps]
 
 
 def last_of_each(entries: list[dict[str, Any]], members: dict[str, tuple[int, ...]]) -> list[Call]:
@@ -137,9 +141,7 @@ MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 def call_of(entry: dict[str, Any], ranks: tuple[int, ...], is_message: bool) -> Call:
-    name = str(entry["profiling_name"])
-    operation = name.partition(":")[2] or name
-    operation = OPERATIONS.get(operation, operation)
+    operation = operation_of(entry)
     other = MESSAGE.fullmatch(operation)
     waits_for = None
     if other is not None:
@@ -151,6 +153,12 @@ def call_of(entry: dict[str, Any], ranks: tuple[int, ...], is_message: bool) -> 
     number = 0 if is_message else int(entry["collective_seq_id"])
     group, record = called(entry["process_group"][1]), int(entry.get("record_id", 0))
     return Call(group, ranks, number, what, over, None if over else waits_for, record if is_message else 0)
+
+
+def operation_of(entry: dict[str, Any]) -> str:
+    name = str(entry["profiling_name"])
+    operation = name.partition(":")[2] or name
+    return OPERATIONS.get(operation, operation)
 
 
 def groups_by_name() -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from math import inf, isclose
 
 from torch import Tensor
 
+from lockstep.apart import finite, norm_of, one_factor, scale_of
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.lane import late
 from lockstep.config import Parallel
@@ -62,12 +63,6 @@ class Comparison:
     """Also of their norm."""
     weights: float = 0.0
     first: Difference | None = None
-
-
-def relative(got: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the expected tensor's norm where that exceeds 1. NaN counts as infinite."""
-    difference = float((got - expected).abs().max()) if expected.numel() else 0.0
-    return finite(difference / max(1.0, float(expected.norm())))
 
 
 def spread(reference: Reference, parallel: Parallel, table: Table = STRATEGIES) -> ParallelModel:
@@ -195,7 +190,7 @@ class Findings:
         if key not in self._missing:  # regions stay as they are
             self._missing[key] = not_covered({name: held.region for name, held in mine.items()}, theirs)
         missing = self._missing[key]
-        total = sum(float(t.double().norm()) ** 2 for t in theirs.values()) ** 0.5
+        total = norm_of(theirs.values())
         names = [*reversed(theirs), *(n for n in mine if n not in theirs and n not in self.scenario.local_buffers)]
         for name in names:
             what = f"{kind.removesuffix('s')} of {name}"
@@ -206,7 +201,7 @@ class Findings:
                 if not got.is_floating_point():  # a buffer of numbers, or of yes and no
                     got, expected = got.double(), expected.double()
                 largest = float((got - expected).abs().max()) if expected.numel() else 0.0
-                size = finite(largest / max(float(theirs[name].double().norm()), self.floor * total, 1e-30))
+                size = finite(largest / scale_of(theirs[name], total, self.floor))
                 if kind == "gradients" and size > 1e-6:
                     factor = one_factor(got, expected)
                     factors.append(factor)
@@ -238,14 +233,6 @@ class Findings:
         )
 
 
-def one_factor(got: Tensor, expected: Tensor) -> float | None:
-    """What `expected` must be multiplied by to give `got`, if a number does."""
-    square = float((expected * expected).sum())
-    factor = float((got * expected).sum()) / square if square else 0.0
-    off = float((got - factor * expected).abs().max()) if got.numel() else inf
-    return factor if off <= 1e-6 * max(square**0.5, 1e-30) else None
-
-
 def weights_of(strategy: ParallelModel) -> dict[str, Held]:
     """Parameters, and buffers, which every rank has whole."""
     buffers = {name: Held(b, Region.whole(b.shape)) for name, b in strategy.model.named_buffers()}
@@ -264,11 +251,6 @@ def not_covered(mine: dict[str, Region], theirs: dict[str, Tensor]) -> dict[str,
         elif not any(region.is_whole for region in regions) and (left := uncovered(regions, shape)):
             missing[name] = f" ({left} of {tensor.numel()} elements on no rank)"
     return missing
-
-
-def finite(size: float) -> float:
-    """NaN compares with nothing; make it infinite."""
-    return size if size == size else inf
 
 
 def first_of_ranks(broken: list[str]) -> list[str]:

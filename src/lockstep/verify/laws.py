@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.apart import relative
 from lockstep.comm.collectives import all_gather_objects, all_reduce
 from lockstep.config import Parallel
 from lockstep.data import Share
@@ -15,7 +16,7 @@ from lockstep.parallel.data.bucket import Bucket
 from lockstep.parallel.data.compression import ErrorFeedback, Reducer, make_reducer
 from lockstep.strategies import STRATEGIES
 from lockstep.strategies.table import Table
-from lockstep.verify.compare import TOLERANCE, relative, spread
+from lockstep.verify.compare import TOLERANCE, spread
 from lockstep.verify.reference import Reference
 from lockstep.verify.scenarios import SMALL_CNN, Scenario
 

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.apart import relative
 from lockstep.data import Batch
 from lockstep.layout import Held
 from lockstep.parallel.data.wrapper import GradientWrapper
 from lockstep.strategies import ParallelModel
-from lockstep.verify.compare import TOLERANCE, relative
+from lockstep.verify.compare import TOLERANCE
 from lockstep.verify.reference import Reference
 
 

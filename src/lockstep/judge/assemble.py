@@ -1,0 +1,210 @@
+"""The pieces of all ranks, put together: of a run, at a step, everything by name."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.judge.runs import Run, unseen
+from lockstep.judge.store import Event, Process, Store, Stored
+from lockstep.layout.region import Box, Region
+
+Place = tuple[int, int]
+"""(optimizer, its step)"""
+
+
+NAMED = {"weights", "buffers", "pieces", "gradient_pieces", "before", "gradients", "trained"}
+"""What an event has by names of parameters or buffers."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a tensor."""
+
+    rank: int
+    boxes: tuple[Box, ...] | None
+    shape: tuple[int, ...] | None
+    stored: Stored | None
+    """None: the rank has no gradient of it."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of the whole tensor, in one row."""
+        if self.boxes is None:
+            return whole.reshape(-1)
+        return Region(tuple(whole.shape), self.boxes).read(whole)
+
+
+class Tensors:
+    """Those of one kind at one step of a run: gradients, for example."""
+
+    def __init__(self, store: Store, parts: dict[str, list[Part]]) -> None:
+        self.store, self.parts = store, parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parts
+
+    def read(self, part: Part) -> Tensor:
+        """In one row, as double; without a gradient, zeros."""
+        assert part.stored is not None
+        return self.store.get(part.stored).reshape(-1).double()
+
+    def whole(self, name: str) -> Tensor:
+        """Put together; zeros where nobody has one."""
+        found = self.whole_if(name)
+        if found is None:
+            shape = next(part.shape for part in self.parts[name] if part.shape is not None)
+            found = torch.zeros(shape, dtype=torch.float64)
+        return found
+
+    def whole_if(self, name: str) -> Tensor | None:
+        """None where some elements are on no rank, or nobody has a gradient."""
+        parts = [part for part in self.parts.get(name, []) if part.stored is not None]
+        for part in parts:
+            assert part.stored is not None
+            if part.boxes is None:
+                return self.store.get(part.stored).double()
+        shape = next((part.shape for part in parts if part.shape is not None), None)
+        if shape is None:
+            return None
+        whole = torch.full(shape, torch.nan, dtype=torch.float64)
+        seen = torch.zeros(shape, dtype=torch.bool)
+        for part in parts:
+            held = Region(shape, part.boxes or ())
+            held.write(whole, self.read(part))
+            for box in held.boxes:
+                seen[box.slices] = True
+        return whole if bool(seen.all()) else None
+
+    def copies(self, name: str) -> Iterator[list[Part]]:
+        """The ranks that hold the same elements of it."""
+        same: dict[Any, list[Part]] = {}
+        for part in self.parts[name]:
+            same.setdefault(part.boxes, []).append(part)
+        return iter(same.values())
+
+    def groups(self, name: str) -> list[tuple[int, ...]]:
+        """The ranks that have the same bits."""
+        same: dict[str | None, list[int]] = {}
+        for rank, digest in self.digests(name).items():
+            same.setdefault(digest, []).append(rank)
+        return [tuple(ranks) for ranks in same.values()]
+
+    def digests(self, name: str) -> dict[int, str | None]:
+        """Rank -> digest of what it holds."""
+        return {part.rank: part.stored.digest if part.stored else None for part in self.parts[name]}
+
+
+class Wholes(Mapping[str, Tensor]):
+    """Put together one at a time, when they are looked at."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors.whole(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors.parts)
+
+
+class Side:
+    """A run, as it is compared."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.store = Store(run.folder.parent / "tensors")
+        self.processes: list[Process] = run.processes
+
+    @property
+    def ranks(self) -> int:
+        return self.processes[0].size if self.processes else 0
+
+    @cached_property
+    def events(self) -> dict[Place, dict[int, Event]]:
+        """(optimizer, step) -> rank -> what it has recorded, in the order of the first rank."""
+        found: dict[Place, dict[int, Event]] = {}
+        for process in self.processes:
+            for event in process.of("step"):
+                found.setdefault((event["optimizer"], event["step"]), {})[process.rank] = event
+        return found
+
+    def complete(self, place: Place) -> bool:
+        return len(self.events.get(place, {})) == self.ranks
+
+    def tensors(self, place: Place, kind: str) -> Tensors:
+        """`kind`: before, gradients, weights or buffers."""
+        return self._tensors(self.events[place], kind)
+
+    def start(self) -> Tensors:
+        """Weights before anything was done."""
+        first = {process.rank: _together(process) for process in self.processes}
+        return self._tensors({rank: event for rank, event in first.items() if event}, "weights")
+
+    def _tensors(self, events: dict[int, Event], kind: str) -> Tensors:
+        parts: dict[str, list[Part]] = {}
+        for rank, event in sorted(events.items()):
+            pieces = event.get("gradient_pieces" if kind == "gradients" else "pieces", {})
+            for name, noted in event[kind].items():
+                parts.setdefault(name, []).append(_part(rank, pieces.get(name), noted))
+        return Tensors(self.store, parts)
+
+    def names(self) -> set[str]:
+        """Of all parameters that any rank has."""
+        return {name for process in self.processes for event in process.of("start") for name in event["weights"]}
+
+    def take_off(self, prefix: str) -> None:
+        """From all names: the other side's model is not in a module of the script's own."""
+        for process in self.processes:
+            for event in process.events:
+                for key in NAMED & event.keys():
+                    event[key] = {name.removeprefix(prefix): value for name, value in event[key].items()}
+                if "batch_norms" in event:
+                    event["batch_norms"] = [name.removeprefix(prefix) for name in event["batch_norms"]]
+
+    def facts(self, key: str) -> list[Any]:
+        """Of all ranks' models at the start."""
+        return [event[key] for process in self.processes for event in process.of("start")]
+
+    def cannot(self) -> str | None:
+        """What a watcher could not see."""
+        return unseen(self.processes)
+
+
+def align(one: Side, other: Side) -> None:
+    """Take off what one side's names all begin with, where it makes them the other's."""
+    for longer, shorter in ((one, other), (other, one)):
+        names, wanted = longer.names(), shorter.names()
+        first = next(iter(sorted(names)), "")
+        for name in wanted:
+            prefix = first.removesuffix(name)
+            if prefix.endswith(".") and names == {prefix + name for name in wanted}:
+                longer.take_off(prefix)
+                return
+
+
+def _part(rank: int, piece: dict[str, Any] | None, noted: list[Any] | None) -> Part:
+    stored = Stored.of(noted)
+    if piece is None:
+        return Part(rank, None, stored.shape if stored else None, stored)
+    boxes = piece["boxes"]
+    made = None if boxes is None else tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes)
+    shape = piece["shape"]
+    return Part(rank, made, None if shape is None else tuple(shape), stored)
+
+
+def _together(process: Process) -> Event:
+    """Of all its models."""
+    found: Event = {}
+    for event in process.of("start"):
+        for key in ("weights", "buffers", "pieces"):
+            found.setdefault(key, {}).update(event[key])
+    return found

@@ -1,0 +1,65 @@
+"""Python runs this before anything else in every process of a command that `lockstep judge` watches: its folder is the
+first of PYTHONPATH. It makes the watcher begin when torch has been imported, and changes nothing else.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds torch as it would be found without us, and starts the watcher behind its import."""
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch" or self.loader is not None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> Any:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        sys.meta_path.remove(self)
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        importlib.import_module("lockstep.judge.watcher").begin(Path(os.environ["LOCKSTEP_JUDGE"]))
+
+
+class OursToo(importlib.abc.MetaPathFinder):
+    """Finds this package where the script's Python does not have it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "lockstep":
+            return None
+        package = HERE.parents[1]
+        return importlib.util.spec_from_file_location(
+            name, package / "__init__.py", submodule_search_locations=[str(package)]
+        )
+
+
+def _go_on() -> None:
+    """With the sitecustomize that Python would have run."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").absolute() != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
+    if spec is not None and spec.loader is not None:
+        theirs = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(theirs)
+
+
+if os.environ.get("LOCKSTEP_JUDGE"):
+    sys.meta_path.insert(0, AfterTorch())
+    sys.meta_path.append(OursToo())
+_go_on()

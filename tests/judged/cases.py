@@ -1,0 +1,306 @@
+"""Strangers' scripts, right and wrong, and what `lockstep judge` must say of each.
+
+python -m tests.judged.cases > docs/results/judge.txt      all of them
+python -m tests.judged.cases experts                        those with this word in their command
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from lockstep.judge.judging import Asked, Reference, against, reference_of
+from lockstep.judge.verdict import Verdict
+
+HERE = Path(__file__).parent
+NEEDS = {"deepspeed": "deepspeed", "accelerate": "accelerate", "fabric": "lightning_fabric", "trainer": "accelerate"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`reference` and `candidate`: scripts of this folder with their arguments."""
+
+    reference: str
+    candidate: str
+    ranks: int = 2
+    what: str | None = None
+    """None: it is right."""
+    why: str = ""
+    """A phrase of the cause."""
+    names: tuple[str, ...] = ()
+    """That are named; all others are not."""
+    factor: float | None = None
+    named_ranks: tuple[int, ...] = ()
+    step: int = 1
+    thread: str = ""
+    """Where this fault was reported."""
+    launcher: str = "shell"
+    """shell, torchrun, or none: it starts its ranks itself."""
+    sampled: bool = True
+    """It is in the slow tier; the others are judged by hand, all together."""
+    no_dropout: bool = False
+    same_start: bool = True
+    steps: int = 3
+
+    @property
+    def name(self) -> str:
+        return f"{self.candidate} on {self.ranks}"
+
+    @property
+    def missing(self) -> str | None:
+        """What it needs and is not installed."""
+        kind = [*self.candidate.split(), ""][1]
+        needed = NEEDS.get(kind, "torch")
+        return None if find_spec(needed) else needed
+
+
+def wrong(reference: str, candidate: str, what: str, why: str, *names: str, **more: object) -> Case:
+    return Case(reference, candidate, what=what, why=why, names=names, **more)  # type: ignore[arg-type]
+
+
+BY_HAND = "by_hand.py --batch 12"
+TUTORIAL = "ddp_tutorial.py --batch 16"
+EXPERTS = "experts.py --batch 12"
+GPT = "nanogpt.py"
+FSDP = "fsdp2.py --batch 8"
+PLAIN = "frameworks.py plain --batch 16"
+
+FAULTS = [
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault sum", "gradient", "summed over 2 ranks", factor=2.0),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault nothing", "gradient", "never reduced", sampled=False),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault skips_bias", "gradient", "never reduced", "last.bias"),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault bf16", "gradient", "equal up to bf16"),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault stale", "gradient", "those of step 1", step=2),
+    wrong(BY_HAND, "by_hand.py --fault uneven", "gradient", "mean of means",
+          thread="huggingface/transformers#34242"),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault last_piece", "gradient", "element 2 of 3", "last.bias"),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault boundary", "gradient", "only some elements"),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault seeds", "initial weights", "ranks begin with different",
+          thread="facebookresearch/detr#544"),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault broadcast_half", "initial weights", "", "second.weight",
+          named_ranks=(1,)),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault detached", "gradient", "no gradient at all", "first.bias",
+          "first.weight", "second.bias", "second.weight"),
+    wrong("by_hand.py --batch 12 --clip 0.1", "by_hand.py --batch 6 --clip 0.1 --fault clip_own", "gradient",
+          "clipped by other norms", thread="pytorch/torchtitan#766"),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault skips_step", "optimizer", "took no step", named_ranks=(1,), step=2),
+    wrong(BY_HAND, "by_hand.py --batch 3 --fault own_group", "gradient",
+          "reduced among ranks 0, 1 and among ranks 2, 3", ranks=4),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault same_samples", "input", "seen more than once",
+          launcher="torchrun", thread="PatrickHua/SimSiam#16"),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault bypassed", "gradient", "never reduced",
+          thread="jingyaogong/minimind#853"),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault shuffled", "input", "not of the reference's step",
+          sampled=False),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault rate", "optimizer", "lr is 0.02 instead of 0.01"),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault decay", "optimizer", "weight_decay is 0.1 instead of 0.01",
+          sampled=False),
+    wrong("ddp_tutorial.py --batch 16 --accumulate 4", "ddp_tutorial.py --batch 8 --accumulate 4 --fault undivided",
+          "gradient", "summed over 4 micro-batches", factor=4.0, thread="verl-project/verl#3332"),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault times_ranks", "gradient", "summed over 2 ranks", factor=2.0,
+          sampled=False),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault kept", "gradient", "step before are still in it", step=2),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault other_optimizer", "optimizer", "are not the model's"),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault early_evaluation", "initial weights", "", "0.weight",
+          named_ranks=(1,), sampled=False),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault worker_moves", "replicas", "between step 2 and step 3",
+          "0.weight", named_ranks=(1,), step=3),
+    wrong("ddp_tutorial.py --batch 16 --model batchnorm", "ddp_tutorial.py --batch 8 --model batchnorm", "gradient",
+          "BatchNorm", thread="pytorch/pytorch#24391"),
+    wrong(FSDP, "fsdp2.py --batch 4 --fault early_optimizer", "optimizer", "are not the model's",
+          thread="huggingface/accelerate#3209"),
+    wrong(FSDP, "fsdp2.py --batch 4 --fault bf16", "gradient", "equal up to bf16", sampled=False),
+    wrong("tensor_parallel.py", "tensor_parallel.py --own --fault no_backward_sum", "gradient",
+          "was never reduced: each rank has its own, and their sum", "norm.bias", "norm.weight",
+          thread="pytorch/torchtitan#1878"),
+    wrong("tensor_parallel.py", "tensor_parallel.py --own --fault bias_often", "gradient",
+          "the forward pass is another", thread="huggingface/text-generation-inference#1036"),
+    wrong(EXPERTS, "experts.py --batch 6 --fault doubled", "gradient", "summed over 2 ranks", "experts.down",
+          "experts.up", factor=2.0, thread="pytorch/pytorch#160285"),
+    wrong(EXPERTS, "experts.py --batch 6 --fault below", "gradient", "all that come before experts.up",
+          "embed.bias", "embed.weight", "router.weight", thread="pytorch/torchtitan#4054"),
+    wrong("experts.py --batch 12 --balance 0", "experts.py --batch 6 --balance 0 --fault router_detached", "gradient",
+          "router.weight has none at all", "embed.bias", "embed.weight", "router.weight",
+          thread="NVIDIA-NeMo/Automodel#2995"),
+    wrong(EXPERTS, "experts.py --batch 6 --fault aux_weak", "gradient", "the ranks' mean loss is",
+          "embed.bias", "embed.weight", "router.weight", thread="NVIDIA/Megatron-LM#3769"),
+    wrong(EXPERTS, "experts.py --batch 6 --fault aux_detached", "gradient", "", "embed.bias", "embed.weight",
+          "router.weight", thread="NVIDIA-NeMo/Automodel#1408"),
+    wrong(EXPERTS, "experts.py --batch 6 --fault load_of_a_rank", "gradient", "the ranks' mean loss is",
+          "embed.bias", "embed.weight", "router.weight", thread="NVIDIA/Megatron-LM#5047"),
+    wrong("experts.py --batch 12 --clip 0.1", "experts.py --batch 6 --clip 0.1 --fault norm", "gradient",
+          "it was clipped by a norm of", thread="NVIDIA/Megatron-LM#5916"),
+    wrong(GPT, "nanogpt.py --fault=never_synchronized", "gradient", "never reduced", sampled=False),
+    wrong(GPT, "nanogpt.py --fault=same_batches", "input", "seen more than once", sampled=False),
+    wrong("gan.py --batch 12", "gan.py --batch 6 --fault not_wrapped", "gradient", "never reduced"),
+    *[
+        wrong(PLAIN, f"frameworks.py {wrapper} --batch 8 --fault doubled", "gradient", "summed over 2", factor=2.0,
+              sampled=wrapper in ("deepspeed --stage 3", "lockstep --stage 2"))
+        for wrapper in ("deepspeed --stage 1", "deepspeed --stage 2", "deepspeed --stage 3", "lockstep --stage 1",
+                        "lockstep --stage 2", "lockstep --stage 3", "accelerate")
+    ],
+]  # fmt: skip
+
+
+def right(reference: str, candidate: str, ranks: int = 2, *, sampled: bool = False, **more: object) -> Case:
+    return Case(reference, candidate, ranks, sampled=sampled, **more)  # type: ignore[arg-type]
+
+
+def clean() -> Iterator[Case]:
+    """At least 60, over all wrappers."""
+    for more in ("", "--clip 0.1", "--double"):
+        for ranks in (2, 3, 4):
+            yield right(f"by_hand.py --batch 12 {more}", f"by_hand.py --batch {12 // ranks} {more}", ranks,
+                        sampled=(ranks, more) == (3, ""))  # fmt: skip
+    yield right(BY_HAND, "by_hand.py --fault uneven_right", sampled=True)
+    for optimizer in ("adamw", "sgd", "zero"):
+        for more in ("", "--accumulate 4", "--clip 0.5", "--model tied", "--model layernorm", "--bf16", "--workers 2"):
+            candidate = f"ddp_tutorial.py --optimizer {optimizer}"
+            plain = f"ddp_tutorial.py --optimizer {optimizer.replace('zero', 'adamw')}"
+            yield right(f"{plain} --batch 16 {more}", f"{candidate} --batch 8 {more}")
+    yield right("ddp_tutorial.py --batch 16 --accumulate 4", "ddp_tutorial.py --batch 8 --accumulate 4", sampled=True)
+    yield right(TUTORIAL, "ddp_tutorial.py --batch 8 --optimizer zero", sampled=True)
+    yield right(TUTORIAL, "ddp_tutorial.py --batch 8 --compile --workers 2", sampled=True)
+    yield right(TUTORIAL, "ddp_tutorial.py --batch 2", 8)
+    yield right(TUTORIAL, "ddp_tutorial.py --batch 8 --seed 3")
+    yield right(f"{TUTORIAL} --dropout 0.2", "ddp_tutorial.py --batch 8 --dropout 0.2", no_dropout=True)
+    for more in ("", "--clip 0.1", "--old flat", "--old original", "--old flat --clip 0.1"):
+        plain = more.replace("--old flat", "").replace("--old original", "")
+        yield right(f"{FSDP} {plain}".strip(), f"fsdp2.py --batch 4 {more}", sampled=more in ("", "--old flat"))
+    yield right(FSDP, "fsdp2.py --batch 2 --ddp-mesh", 4, launcher="torchrun")
+    for ranks in (2, 4):
+        yield right("tensor_parallel.py", "tensor_parallel.py", ranks, sampled=ranks == 4)
+        yield right("tensor_parallel.py", "tensor_parallel.py --own", ranks, sampled=ranks == 2)
+    for ranks in (2, 4):
+        for more in ("", "--clip 0.1"):
+            yield right(f"{EXPERTS} {more}".strip(), f"experts.py --batch {12 // ranks} {more}", ranks,
+                        sampled=(ranks, more) == (2, ""))  # fmt: skip
+    for more in ("", "--dtype=bfloat16", "--compile_model=1"):
+        for ranks in (2, 4):
+            yield right(f"{GPT} {more}".strip(), f"{GPT} {more}", ranks)
+    yield right("gan.py --batch 12", "gan.py --batch 6", sampled=True)
+    for more in ("", "--ac", "--compile --ac"):
+        yield right("titan.py --batch 8", f"titan.py --batch 4 {more}")
+        yield right("titan.py --batch 8", f"titan.py --batch 4 --tp 2 {more}", 4)
+    yield right("titan.py --batch 8", "titan.py --batch 8 --tp 2")
+    yield right("titan.py --batch 8 --unclipped", "titan.py --batch 8 --pp 2 --unclipped")
+    for stage in (0, 1, 2, 3):
+        for more in ("", "--accumulate 2", "--clip 0.1"):
+            yield right(f"{PLAIN} {more}".strip(), f"frameworks.py deepspeed --batch 8 --stage {stage} {more}",
+                        sampled=(stage, more) == (2, ""))  # fmt: skip
+        ours = f"frameworks.py lockstep --batch 8 --accumulate 2 --stage {stage}"
+        yield right(f"{PLAIN} --accumulate 2", ours)
+    yield right(PLAIN, "frameworks.py lockstep --batch 8 --stage 3", sampled=True)
+    for more in ("", "--accumulate 2", "--clip 0.1"):
+        yield right(f"{PLAIN} {more}".strip(), f"frameworks.py accelerate --batch 8 {more}", sampled=not more)
+    for more in ("", "--clip 0.1"):
+        yield right(f"{PLAIN} {more}".strip(), f"DEVICES=2 frameworks.py fabric --batch 8 {more}", launcher="none")
+    yield right("frameworks.py trainer --batch 16", "frameworks.py trainer --batch 8")
+
+
+CLEAN = list(clean())
+
+
+def reference_command(case: Case) -> str:
+    script, *arguments = case.reference.split()
+    return " ".join([sys.executable, str(HERE / script), *arguments])
+
+
+@contextmanager
+def candidate_command(case: Case) -> Iterator[str]:
+    words = case.candidate.split()
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    script = " ".join([str(HERE / words[at]), *words[at + 1 :]])
+    if case.launcher == "torchrun":
+        start = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {case.ranks} {script}"
+    elif case.launcher == "none":
+        start = " ".join([*words[:at], sys.executable, script])
+    else:
+        common = f"WORLD_SIZE={case.ranks} MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} OMP_NUM_THREADS=1"
+        one = f"RANK=$rank LOCAL_RANK=$rank {common} {sys.executable} {script}"
+        start = f"for rank in {' '.join(map(str, range(case.ranks)))}; do {one} & done; wait"
+    yield start
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def asked(case: Case, candidate: str = "") -> Asked:
+    return Asked(reference_command(case), candidate, case.steps, case.same_start, case.no_dropout, timeout=120)
+
+
+def judged(case: Case, reference: Reference) -> Verdict:
+    with candidate_command(case) as command:
+        return against(reference, asked(case, command))
+
+
+def problem(case: Case, found: Verdict) -> str | None:
+    """What is not as it must be."""
+    said = f"{found.verdict} {found.what} at step {found.step}: {found.names} on {found.ranks}: {found.why}"
+    if case.what is None:
+        return None if found.verdict == "equal" else f"not equal, but {said}"
+    right = (
+        found.verdict == "differs"
+        and found.what == case.what
+        and found.step == case.step
+        and case.why in found.why
+        and (not case.names or set(found.names) == set(case.names))
+        and (case.factor is None or (found.factor is not None and abs(found.factor - case.factor) < 0.01))
+        and (not case.named_ranks or tuple(found.ranks) == case.named_ranks)
+    )
+    return None if right else said
+
+
+@dataclass
+class Line:
+    """Of the table."""
+
+    case: Case
+    found: Verdict
+    problem: str | None
+    seconds: float = field(default=0.0)
+
+
+def run_all(cases: list[Case]) -> Iterator[Line]:
+    """Those of one reference after the other."""
+    by_reference: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        by_reference.setdefault((case.reference, case.steps, case.no_dropout), []).append(case)
+    for group in by_reference.values():
+        with reference_of(asked(group[0])) as reference:
+            for case in group:
+                begun = time.monotonic()
+                found = judged(case, reference)
+                yield Line(case, found, problem(case, found), time.monotonic() - begun)
+
+
+def main(words: list[str]) -> int:
+    os.environ.setdefault("OUTPUT", "/tmp/judged")
+    cases = [case for case in [*FAULTS, *CLEAN] if all(word in case.name for word in words)]
+    bad = 0
+    for kind, chosen in (("FAULTS", [c for c in cases if c.what]), ("RIGHT ONES", [c for c in cases if not c.what])):
+        if chosen:
+            print(f"\n{kind}\n")
+        for line in run_all([case for case in chosen if case.missing is None]):
+            bad += line.problem is not None
+            mark = "ok " if line.problem is None else "BAD"
+            said = line.problem or f"{line.found.what or line.found.verdict}: {line.found.why}"
+            print(f"{mark} {line.case.name:<72} {line.case.thread:<28} {line.seconds:5.1f} s  {said}", flush=True)
+        left = [case.name for case in chosen if case.missing is not None]
+        if left:
+            print(f"left out, as what they need is not installed: {', '.join(left)}")
+    print(f"\n{len(cases)} judged, {bad} not as they must be")
+    return bad > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
