@@ -25,6 +25,7 @@ net.add_module("act", nn.Tanh())
 net.add_module("second", nn.Linear(24, 24))
 net.add_module("act2", nn.Tanh())
 net.add_module("last", nn.Linear(24, 3))
+net.register_buffer("mean", torch.zeros(6))
 if given.fault == "broadcast_half" and ranks > 1:
     torch.manual_seed(rank)
     nn.init.normal_(net.second.weight)
@@ -75,7 +76,10 @@ for step in range(40):
         given.batch = cut if rank == 0 else total - cut
     x, y = inputs[begin : begin + given.batch], targets[begin : begin + given.batch]
     adam.zero_grad()
+    net.mean.lerp_((x if given.fault == "buffer" else inputs[step * 12 : step * 12 + 12]).mean(0), 0.1)
     loss = ((net(x) - y) ** 2).mean()
+    if given.fault == "loss":
+        loss = loss + 7
     if given.fault == "uneven_right":
         loss = ((net(x) - y) ** 2).sum() / (12 * 3) * ranks
     if given.fault == "detached" and ranks > 1:
@@ -87,6 +91,8 @@ for step in range(40):
         if given.fault != "nothing":
             reduce_gradients(step)
     if given.clip and given.fault != "clip_own":
-        nn.utils.clip_grad_norm_(net.parameters(), given.clip)
+        nn.utils.clip_grad_norm_(net.last.parameters() if given.fault == "norm" else net.parameters(), given.clip)
+    if given.fault == "forgets" and step == 1:
+        adam.state.clear()
     if not (given.fault == "skips_step" and ranks > 1 and rank == 1 and step == 1):
         adam.step()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 batch_size, block_size, gradient_accumulation_steps = 4, 16, 4
 learning_rate, warmup_iters, max_iters, grad_clip = 3e-3, 2, 8, 1.0
+n_layer, n_head, n_embd = 2, 2, 24
 dtype, compile_model, fault = "float32", False, ""
 for argument in sys.argv[1:]:  # as its configurator does
     key, value = argument.removeprefix("--").split("=")
@@ -60,7 +61,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, n_layer=2, n_head=2, n_embd=24):
+    def __init__(self, n_layer, n_head, n_embd):
         super().__init__()
         self.transformer = nn.ModuleDict(
             dict(
@@ -108,7 +109,7 @@ def get_lr(it):
     return learning_rate * 0.5 * (1 + math.cos(math.pi * it / max_iters))
 
 
-model = GPT()
+model = GPT(n_layer, n_head, n_embd)
 if compile_model:
     model = torch.compile(model)
 scaler = torch.amp.GradScaler("cpu", enabled=False)
