@@ -54,9 +54,8 @@ class Case:
     @property
     def missing(self) -> str | None:
         """What it needs and is not installed."""
-        kind = [*self.candidate.split(), ""][1]
-        needed = NEEDS.get(kind, "torch")
-        return None if find_spec(needed) else needed
+        needed = [NEEDS[word] for word in self.candidate.split() if word in NEEDS]
+        return next((name for name in needed if not find_spec(name)), None)
 
 
 def wrong(reference: str, candidate: str, what: str, why: str, *names: str, **more: object) -> Case:

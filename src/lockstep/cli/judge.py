@@ -1,6 +1,9 @@
 """`lockstep judge`."""
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +22,10 @@ if TYPE_CHECKING:
     from lockstep.judge.verdict import Verdict
 
 
-RUNS = 4
-"""The reference twice, the candidate once or twice."""
+RUNS = 5
+"""At most: the reference three times, the candidate twice."""
 MOST_NAMES = 6
-COLOURS = {"equal": "green", "differs": "red", "cannot": "yellow"}
+COLORS = {"equal": "green", "differs": "red", "cannot": "yellow"}
 
 
 @dataclass
@@ -104,14 +107,30 @@ def judged(arguments: JudgeArguments) -> int:
         def say(what: str) -> None:
             bar.update(task, description=f"running the {what}", advance=1)
 
-        verdict = judge(asked, say, keep)
+        with ended_by_signals():
+            verdict = judge(asked, say, keep)
     headline, _, rest = said(verdict).partition("\n")
-    screen.print(f"[bold {COLOURS[verdict.verdict]}]{headline}[/]", highlight=False)
+    screen.print(f"[bold {COLORS[verdict.verdict]}]{headline}[/]", highlight=False)
     if rest:
         screen.print(rest, highlight=False, markup=False)
     if arguments.json is not None:
         write_whole(Path(arguments.json), json.dumps(verdict.to_json(), indent=2) + "\n")
     return STATUS[verdict.verdict]
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """A closed terminal and a canceled job end what was started, as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def said(verdict: "Verdict") -> str:

@@ -50,16 +50,16 @@ class Tensors:
         return name in self.parts
 
     def read(self, part: Part) -> Tensor:
-        """In one row, as double; without a gradient, zeros."""
+        """Flattened, in double precision."""
         assert part.stored is not None
-        return self.store.get(part.stored).reshape(-1).double()
+        return exact(self.store.get(part.stored)).reshape(-1)
 
     def whole(self, name: str) -> Tensor:
         """Put together; zeros where nobody has one."""
         found = self.whole_if(name)
         if found is None:
-            shape = next(part.shape for part in self.parts[name] if part.shape is not None)
-            found = torch.zeros(shape, dtype=torch.float64)
+            shape = next((part.shape for part in self.parts[name] if part.shape is not None), None)
+            found = torch.zeros(shape or extent(self.parts[name]) or (), dtype=torch.float64)
         return found
 
     def whole_if(self, name: str) -> Tensor | None:
@@ -68,8 +68,8 @@ class Tensors:
         for part in parts:
             assert part.stored is not None
             if part.boxes is None:
-                return self.store.get(part.stored).double()
-        shape = next((part.shape for part in parts if part.shape is not None), None)
+                return exact(self.store.get(part.stored))
+        shape = next((part.shape for part in parts if part.shape is not None), None) or extent(parts)
         if shape is None:
             return None
         whole = torch.full(shape, torch.nan, dtype=torch.float64)
@@ -98,6 +98,20 @@ class Tensors:
     def digests(self, name: str) -> dict[int, str | None]:
         """Rank -> digest of what it holds."""
         return {part.rank: part.stored.digest if part.stored else None for part in self.parts[name]}
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """In double precision, also both parts of complex numbers."""
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
+
+
+def extent(parts: list[Part]) -> tuple[int, ...] | None:
+    """Of a tensor of which only boxes are known."""
+    boxes = [box for part in parts for box in part.boxes or ()]
+    if not boxes:
+        return None
+    ends = [[offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
+    return tuple(max(column) for column in zip(*ends, strict=True))
 
 
 class Wholes(Mapping[str, Tensor]):

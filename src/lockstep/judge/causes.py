@@ -80,9 +80,9 @@ def cause_of_gradients(
 ) -> Cause:
     difference = Difference(judgement, place, off, wholes, mine)
     for explain in (
-        batch_norm,
         not_finite,
         one_factor,
+        batch_norm,
         nothing,
         another_forward,
         only_a_part,
@@ -99,7 +99,7 @@ def cause_of_gradients(
             break
     else:
         found = Cause("no known cause fits the difference", "how this gradient is computed and reduced")
-    first = next(iter(reversed([name for name in wholes if name in off])))
+    first = first_of(difference)
     for name, _, got, expected in difference.pairs():
         if name == first:
             found.expected, found.got = f"norm {float(expected.norm()):.6g}", f"norm {float(got.norm()):.6g}"
@@ -172,7 +172,13 @@ def meaning(difference: Difference, factor: float) -> tuple[str, str]:
     micro = max((len(event["losses"]) for event in events.values()), default=1)
     norms = [norm for event in events.values() for _, norm in event["norms"]]
     theirs = [norm for e in difference.reference.events[difference.place].values() for _, norm in e["norms"]]
-    if norms and theirs and not isclose(factor, 1.0) and isclose(theirs[0] / norms[0], factor, rel_tol=0.02):
+    if (
+        norms
+        and theirs
+        and norms[0]
+        and not isclose(factor, 1.0)
+        and isclose(theirs[0] / norms[0], factor, rel_tol=0.02)
+    ):
         return (
             f"it was clipped by a norm of {norms[0]:.6g}, and the reference's is {theirs[0]:.6g}",
             "the norm must be taken over all pieces of the model, and each counted once",
@@ -209,9 +215,7 @@ def nothing(difference: Difference) -> Cause | None:
 
 def never_reduced(difference: Difference) -> Cause | None:
     """Ranks have gradients of their own, which together would be the reference's."""
-    if any(len(list(copies)) < 2 for name in difference.off for copies in [difference.mine.parts[name]]):
-        return None
-    apart, means, sums = 0, 0, 0
+    apart, means, sums, count = 0, 0, 0, 0
     for name in difference.off:
         for copies in difference.mine.copies(name):
             if len(copies) < 2 or any(part.stored is None for part in copies):
@@ -219,13 +223,15 @@ def never_reduced(difference: Difference) -> Cause | None:
             got = torch.stack([difference.mine.read(part) for part in copies])
             expected = copies[0].of(difference.wholes[name])
             off = float((got - expected).norm(dim=1).max())
+            count += 1
             apart += float((got - got[0]).norm()) > CLOSE * off
             means += float((got.mean(0) - expected).norm()) <= CLOSE * off
             sums += float((got.sum(0) - expected).norm()) <= CLOSE * off
-    count = len(difference.off)
     if apart < count:
         return None
-    everything = "every gradient" if count == len(difference.wholes) else f"the gradient of {first_of(difference)}"
+    everything = (
+        "every gradient" if len(difference.off) == len(difference.wholes) else f"the gradient of {first_of(difference)}"
+    )
     look_at = "DDP around the model and called by its forward, no_sync, hooks; which group the reduction is in"
     groups = {tuple(difference.mine.groups(name)) for name in difference.off}
     among = groups.pop()

@@ -10,7 +10,7 @@ order and its weights moved by their last bit.
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isclose, prod
+from math import isclose, isfinite, prod
 from typing import Any
 
 import torch
@@ -34,10 +34,14 @@ COARSE = 5.0
 """Where gradients have few digits, this many times their tolerance: an optimizer divides by their size."""
 SIGNIFICANT = 0.01
 """Of a gradient's root mean square: elements below it have a sign by accident, and Adam moves them by it."""
-IGNORED = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "name"}
+IGNORED = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "name", "param_names"}
 """Settings of an optimizer that say how it computes, not what."""
 UNSTABLE = 0.05
 """Where the reference differs by so much from itself, it cannot be compared with."""
+LOOSEST = 0.3
+"""A tolerance that is wider sees nothing: half a gradient is off by 0.5."""
+DROPPED = ("gradient", "norm", "weights", "loss")
+"""What differs where ranks drop other elements than the reference."""
 
 
 @dataclass
@@ -52,6 +56,8 @@ class Judgement:
     notes: list[str] = field(default_factory=list)
     sizes: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     """(kind, name) -> step -> difference over tolerance; for the page."""
+    unsure: set[str] = field(default_factory=set)
+    """Tensors that rounding moves by too much to see anything."""
 
     def __post_init__(self) -> None:
         align(self.reference, self.candidate)
@@ -64,6 +70,9 @@ class Judgement:
                 return cannot(f"the {name} could not be watched: {missing}")
         found = self.start()
         places = [place for place in self.reference.events if self.candidate.complete(place)]
+        mine, theirs = ({number for number, _ in side.events} for side in (self.candidate, self.reference))
+        if found is None and len(mine) > len(theirs):
+            return cannot(f"the reference has {len(theirs)} optimizer(s), and the candidate {len(mine)}")
         if found is None and not places:
             return cannot("the candidate has taken no step that the reference has taken too")
         for place in places:
@@ -71,10 +80,31 @@ class Judgement:
                 break
             found = self.at(place)
         if found is None:
-            found = Verdict(EQUAL, why="every step is the reference's, within what rounding makes")
+            found = self.unseen(places) or Verdict(
+                EQUAL, why="every step is the reference's, within what rounding makes"
+            )
+        elif found.what in DROPPED and any([*self.reference.facts("dropout"), *self.candidate.facts("dropout")]):
+            found = cannot("the model has dropout, and no two runs drop the same: judge with --no-dropout")
         found.notes = self.notes + found.notes
         found.steps = max((step for _, step in places), default=0) if found.verdict == EQUAL else (found.step or 1)
         return found
+
+    def unseen(self, places: list[Place]) -> Verdict | None:
+        """Why what was compared is not all."""
+        missing = [place for place in self.reference.events if place not in places]
+        if missing:
+            number, step = missing[0]
+            optimizer = f" of optimizer {number + 1}" if any(n for n, _ in self.reference.events) else ""
+            return cannot(
+                f"the candidate did not take step {step}{optimizer} on all ranks, and the reference did; what both "
+                "took is equal"
+            )
+        if self.unsure:
+            return cannot(
+                f"rounding alone moves {listing(sorted(self.unsure))} by so much that nothing can be seen in it: judge "
+                "in higher precision, or with a larger batch"
+            )
+        return None
 
     def measure_all(self) -> None:
         """Of all steps, also those after the first that differs: into `sizes`."""
@@ -130,9 +160,11 @@ class Judgement:
             if name not in mine or same_digests(mine.parts[name], theirs.parts[name]):
                 continue
             whole = theirs.whole(name)
+            if unfitting(mine.parts[name], whole) is not None:
+                continue  # a buffer whose size depends on the batch
             for part in mine.parts[name]:
                 expected, got = part.of(whole), mine.read(part)
-                floor = max(tolerance, coarseness(part) / 4)
+                floor = max(tolerance, coarseness(theirs.parts[name][0]) / 4)
                 if distance(got, expected) > (0 if self.strict else floor * max(float(expected.norm()), 1e-30)):
                     found.setdefault(name, []).append(part.rank)
         return found
@@ -140,18 +172,21 @@ class Judgement:
     # ---- one step --------------------------------------------------------------------------------------------
 
     def at(self, place: Place) -> Verdict | None:
-        found = self.moved_between(place) or self.skipped(place)
+        found = self.moved_between(place)
         if found is not None:
             return found
         inputs = Samples(self.reference, self.candidate, place)
-        found = self.settings(place)
-        if found is None or (inputs.wrong and found.what == "optimizer"):
-            # Other rows that give the same gradients are padded otherwise, and no other samples.
-            off = self.gradients(place)
-            found = off if inputs.wrong and off is not None and off.what == "gradient" else found or off
+        settings = self.settings(place)
+        found = self.gradients(place) if settings is None or inputs.wrong else None
+        if found is None or found.what != "gradient":
+            found = settings or found
         if found is None:
             found = self.norm(place) or self.weights(place) or self.buffers(place) or self.loss(place)
-        if found is not None and found.what in ("gradient", "norm", "weights", "loss", "buffers") and inputs.wrong:
+        follows = found is not None and found.what in ("gradient", "norm", "weights", "loss", "buffers")
+        if (follows or inputs.certain) and (skipped := self.skipped(place)) is not None:
+            return skipped
+        # Other rows that give the same gradients are padded otherwise, and no other samples.
+        if inputs.certain or (follows and inputs.wrong):
             return self.differs(
                 place[1], "input", [], inputs.ranks, why=inputs.wrong, look_at="the sampler: rank, ranks, seed, epoch"
             )
@@ -230,22 +265,33 @@ class Judgement:
                 why="parameters that the reference trains are in no rank's optimizer",
                 look_at="the parameters that the optimizer is given",
             )
-        for name, expected in theirs.items():
-            for key in expected.keys() & mine[name].keys() - IGNORED:
-                if not alike(mine[name][key], expected[key]):
-                    names = [n for n in theirs if not alike(mine[n].get(key), theirs[n].get(key))]
-                    return self.differs(
-                        place[1],
-                        "optimizer",
-                        names,
-                        [],
-                        why=f"the optimizer's {key} is {shortly(mine[name][key])} instead of {shortly(expected[key])}",
-                        look_at=f"where {key} is set"
-                        + (": is it scaled by the number of ranks?" if key == "lr" else ""),
-                        expected=shortly(expected[key]),
-                        got=shortly(mine[name][key]),
-                    )
+        for name, known in theirs.items():
+            expected = next(iter(known.values()))
+            for group in mine[name].values():
+                for key in sorted(expected.keys() & group.keys() - IGNORED):
+                    if not alike(group[key], expected[key]):
+                        return self.setting(place, key, expected[key], group[key], mine, theirs)
         return None
+
+    def setting(self, place: Place, key: str, expected: Any, got: Any, mine: "Settings", theirs: "Settings") -> Verdict:
+        """One that differs."""
+        off = {
+            name: [
+                r for r, group in mine[name].items() if not alike(group.get(key), next(iter(known.values())).get(key))
+            ]
+            for name, known in theirs.items()
+        }
+        off = {name: ranks for name, ranks in off.items() if ranks}
+        return self.differs(
+            place[1],
+            "optimizer",
+            list(off),
+            sorted({rank for ranks in off.values() for rank in ranks}),
+            why=f"the optimizer's {key} is {shortly(got)} instead of {shortly(expected)}",
+            look_at=f"where {key} is set" + (": is it scaled by the number of ranks?" if key == "lr" else ""),
+            expected=shortly(expected),
+            got=shortly(got),
+        )
 
     def gradients(self, place: Place) -> Verdict | None:
         theirs, mine = self.reference.tensors(place, "gradients"), self.candidate.tensors(place, "gradients")
@@ -257,7 +303,10 @@ class Judgement:
         for name, whole in wholes.items():
             if name not in mine:
                 return cannot(f"no rank of the candidate has a gradient of {name}")
-            tolerance = self.tolerance(place, "gradients", name, whole, mine.parts[name])
+            tolerance = self.tolerance(place, "gradients", name, whole, theirs.parts[name])
+            if tolerance > LOOSEST:
+                tolerance = LOOSEST
+                self.unsure.add(name)
             scale = scale_of(whole, total, SMALL)
             for part in mine.parts[name]:
                 expected = part.of(whole)
@@ -290,11 +339,13 @@ class Judgement:
         theirs: list[Any] = next((e["norms"] for e in self.reference.events[place].values() if e["norms"]), [])
         for rank, event in self.candidate.events[place].items():
             for (_, expected), (_, got) in zip(theirs, event["norms"], strict=False):
-                if not isclose(got, expected, rel_tol=max(1e-3, 2 * self.floor(place)), abs_tol=1e-12):
+                near = 0.0 if self.strict else max(1e-3, 2 * self.floor(place))
+                if not isfinite(got) and not isfinite(expected):
+                    continue  # a step that a loss scale skips
+                if not isclose(got, expected, rel_tol=near, abs_tol=0.0 if self.strict else 1e-12):
+                    others = self.candidate.events[place].items()
                     ranks = [
-                        r
-                        for r, e in self.candidate.events[place].items()
-                        if e["norms"] and not isclose(e["norms"][0][1], expected, rel_tol=1e-3)
+                        r for r, e in others if e["norms"] and not isclose(e["norms"][0][1], theirs[0][1], rel_tol=near)
                     ]
                     return self.differs(
                         place[1],
@@ -319,7 +370,7 @@ class Judgement:
         worst: tuple[float, str, float, float] | None = None
         for name in theirs:
             whole, old = theirs.whole(name), then.whole(name)
-            sure = self.significant(place, name)
+            sure = None if self.strict else self.significant(place, name)
             change = whole - old if sure is None else (whole - old) * sure
             size_of_change = float(change.norm())
             noise = 0.0
@@ -327,10 +378,14 @@ class Judgement:
                 now, past = again.whole(name), again_then.whole(name)
                 own = now - past if sure is None else (now - past) * sure
                 noise = float((own - change).norm())
-            rounding = 4 * coarseness(mine.parts[name][0]) * float(whole.norm())
+            rounding = 4 * coarseness(theirs.parts[name][0]) * float(whole.norm())
             loose = max(WEIGHTS_FLOOR, COARSE * self.floor(place) if self.floor(place) > WEIGHTS_FLOOR else 0.0)
             allowed = max(loose * size_of_change, TIMES * noise, rounding)
             if self.strict:
+                allowed = 0.0
+            changed = theirs.parts[name][0].stored != then.parts[name][0].stored
+            stands = all(p.stored == b.stored for p, b in zip(mine.parts[name], before.parts[name], strict=True))
+            if changed and stands and size_of_change > 0:
                 allowed = 0.0
             for part, old_part in zip(mine.parts[name], before.parts[name], strict=True):
                 got = mine.read(part) - before.read(old_part)
@@ -392,7 +447,8 @@ class Judgement:
         found = cause_of_loss(self.reference, self.candidate, place)
         if found is None:
             return None
-        return self.differs(place[1], "loss", [], [], why=found.why, look_at=found.look_at, expected=found.expected)
+        return self.differs(place[1], "loss", [], [], why=found.why, look_at=found.look_at,
+                            expected=found.expected, got=found.got)  # fmt: skip
 
     # ---- how much is rounding --------------------------------------------------------------------------------
 
@@ -445,7 +501,7 @@ class Judgement:
         )
 
     def significant(self, place: Place, name: str) -> Tensor | None:
-        """1 where the gradient is more than rounding at every step so far, else 0."""
+        """1 where the gradient is more than rounding at every step so far, or nothing at all; else 0."""
         number, step = place
         sure: Tensor | None = None
         for earlier in range(1, step + 1):
@@ -453,10 +509,19 @@ class Judgement:
             whole = tensors.whole_if(name) if name in tensors else None
             if whole is None:
                 continue
-            typical = max(float(whole.norm()), SMALL * self._total[number, earlier]) / max(whole.numel(), 1) ** 0.5
-            now = (whole.abs() >= SIGNIFICANT * typical).double()
+            typical = float(whole.norm()) / max(whole.numel(), 1) ** 0.5
+            now = whole.abs() >= max(SIGNIFICANT * typical, TIMES * self.wobble((number, earlier), name, whole))
+            now = (now | (whole == 0)).double()
             sure = now if sure is None else sure * now
         return sure
+
+    def wobble(self, place: Place, name: str, whole: Tensor) -> float:
+        """The root mean square of what rounding makes of its elements."""
+        if self.again is None or not self.again.complete(place):
+            return 0.0
+        other = self.again.tensors(place, "gradients")
+        again = other.whole_if(name) if name in other else None
+        return 0.0 if again is None else distance(again, whole) / max(whole.numel(), 1) ** 0.5
 
     def differs(self, step: int, what: str, names: list[str], ranks: list[int], why: str, look_at: str,
                 factor: float | None = None, expected: str = "", got: str = "") -> Verdict:  # fmt: skip
@@ -472,6 +537,8 @@ class Samples:
     def __init__(self, reference: Side, candidate: Side, place: Place) -> None:
         self.wrong = ""
         """What is wrong, if it is known."""
+        self.certain = False
+        """All rows are known: some were seen twice, and others never."""
         self.ranks: list[int] = []
         theirs, mine = seen_by(reference, place), seen_by(candidate, place)
         wanted = [row for rows in theirs.values() for row in rows[0]]
@@ -524,7 +591,7 @@ class Samples:
             parts.append(f"{len(never)} of {len(wanted)} samples were never seen")
         if others:
             parts.append(f"{others} samples are not of the reference's step")
-        self.wrong = ", ".join(parts)
+        self.wrong, self.certain = ", ".join(parts), bool(twice and never and not others)
 
 
 def kind_of(event: dict[str, Any]) -> Any:
@@ -551,11 +618,15 @@ def seen_by(side: Side, place: Place) -> dict[int, tuple[list[int], list[int], i
     return found
 
 
-def settings_by_name(side: Side, place: Place) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for event in side.events[place].values():
+Settings = dict[str, dict[int, dict[str, Any]]]
+"""Parameter -> rank -> its group's settings."""
+
+
+def settings_by_name(side: Side, place: Place) -> Settings:
+    found: Settings = {}
+    for rank, event in side.events[place].items():
         for name, group in event["trained"].items():
-            found[name] = event["settings"][group]
+            found.setdefault(name, {})[rank] = event["settings"][group]
     return found
 
 

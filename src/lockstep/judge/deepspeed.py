@@ -57,10 +57,15 @@ class Whole(Piece):
     def fill(self, whole: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param
 
-        if self.trains:
+        if self.trains:  # the copy that the optimizer steps, and the model's own
             safe_set_full_fp32_param(self.parameter, whole.to(self.parameter.device))
+        if hasattr(self.parameter, "ds_id"):
+            from deepspeed import zero
+
+            with zero.GatheredParameters([self.parameter], modifier_rank=0):
+                self.parameter.copy_(whole)
         else:
-            super().fill(whole)
+            self.parameter.copy_(whole)
 
 
 def groups_of(zero: Any) -> dict[int, int]:

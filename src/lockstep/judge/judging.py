@@ -2,10 +2,13 @@
 
 import shutil
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from lockstep.judge.assemble import Side
 from lockstep.judge.compare import Judgement, disagreeing
@@ -31,7 +34,7 @@ Keep = Callable[[Verdict, Judgement], None]
 
 
 def judge(asked: Asked, say: Say = lambda _: None, keep: Keep = lambda *_: None) -> Verdict:
-    """`say`: told what is being done. `keep`: given the comparison while its tensors are there."""
+    """`say`: called with the current phase. `keep`: given the comparison while its tensors are there."""
     with reference_of(asked, say) as reference:
         return against(reference, asked, say, keep)
 
@@ -66,15 +69,12 @@ def run_again(reference: Run, asked: Asked, say: Say) -> Run | None:
     moved by their last bit.
     """
     settings = Settings(asked.steps, start="reference", moved=True, no_dropout=asked.no_dropout)
-    for settings.reordered in (True, False):
-        say(
-            "reference again, its batch in another order"
-            if settings.reordered
-            else "reference again, its last bits moved"
-        )
-        folder = reference.folder.with_name(f"again-{settings.reordered}")
+    for reordered in (True, False):
+        settings.reordered = reordered
+        say(f"reference again, {'its batch in another order' if reordered else 'its last bits moved'}")
+        folder = reference.folder.with_name(f"again-{reordered}")
         again = run(asked.reference, folder, settings, asked.timeout)
-        if again.problem is None and (not settings.reordered or is_itself(reference, again)):
+        if again.problem is None and (not reordered or is_itself(reference, again)):
             return again
     return None
 
@@ -97,10 +97,13 @@ def against(reference: Reference, asked: Asked, say: Say = lambda _: None, keep:
     if filled:
         notes.append("the candidate began with other weights, and was given the reference's (--no-same-start)")
     again = Side(reference.again) if reference.again is not None else None
-    judgement = Judgement(Side(reference.run), again, Side(candidate), asked.strict, notes)
-    found = judgement.verdict()
-    if found.verdict == "equal" and candidate.steps < reference.run.steps:
-        found.notes.append(f"the candidate took {candidate.steps} steps, the reference {reference.run.steps}")
+    try:
+        judgement = Judgement(Side(reference.run), again, Side(candidate), asked.strict, notes)
+        found = judgement.verdict()
+    except Exception as error:  # a failure of ours must not look like one of the script's
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        return cannot(f"the comparison itself failed ({where}): {type(error).__name__}: {error}", *notes)
     if candidate.problem is not None and found.verdict == "equal":
         found = cannot(f"after {candidate.steps} steps that are equal, candidate: {candidate.problem}", *notes)
     keep(found, judgement)
@@ -132,4 +135,24 @@ def run_candidate(reference: Reference, asked: Asked, say: Say) -> tuple[Run, bo
 def only_seed_differs(reference: Run, candidate: Run) -> bool:
     judgement = Judgement(Side(reference), None, Side(candidate))
     verdict = judgement.start()
-    return verdict is not None and verdict.what == "initial weights" and not disagreeing(judgement.candidate.start())
+    if verdict is None or verdict.what != "initial weights":
+        return False
+    mine, theirs = judgement.candidate.start(), judgement.reference.start()
+    return not disagreeing(mine) and all(drawn_alike(mine.whole(n), theirs.whole(n)) for n in verdict.names)
+
+
+FEW = 4
+"""So few numbers have no spread to speak of: drawn ones are at least not zero."""
+
+
+def drawn_alike(got: Tensor, expected: Tensor) -> bool:
+    """As far as their mean and spread say, of the same distribution."""
+    if got.numel() != expected.numel():
+        return False
+    size, spread = expected.numel(), float(expected.std(correction=0))
+    if size < FEW:
+        return bool(got.all()) and bool(expected.all())
+    near = 5 / size**0.5
+    return abs(float(got.std(correction=0)) - spread) <= near * spread and (
+        abs(float(got.mean() - expected.mean())) <= 1.5 * near * spread
+    )

@@ -19,7 +19,8 @@ DARKEST = 6
 
 
 def write_page(verdict: Verdict, judgement: Judgement, said: str, file: Path) -> None:
-    judgement.measure_all()
+    if verdict.verdict != "cannot":  # else the two may be no one model
+        judgement.measure_all()
     steps = sorted({step for sizes in judgement.sizes.values() for step in sizes})
     head = "".join(f"<th>step {step}</th>" for step in steps)
     rows = "".join(

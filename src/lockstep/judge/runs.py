@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +22,9 @@ from lockstep.judge.watcher import Settings
 LOG = "output.txt"
 LINES = 8
 """Of what a command has said last, to be shown when it failed."""
+ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
+"""The last line of a traceback."""
+LEAST_DISK = 1_000_000
 POLL = 0.05
 GRACE = 3.0
 """Seconds to end by itself."""
@@ -100,6 +105,8 @@ def _until_done(
             found = processes(folder)
             if not tick(found):
                 return None
+            if unseen(found) is not None:
+                return None
             done = [one for one in found if any(one.of("done"))]
             if done and len({one.rank for one in done}) == done[0].size:
                 return None
@@ -112,14 +119,19 @@ def _until_done(
 
 def failed(status: int, folder: Path) -> str:
     ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+    if shutil.disk_usage(folder).free < LEAST_DISK:
+        return f"no space left in {folder.parent} (TMPDIR says where tensors are kept)"
     return f"the command failed ({ended}); it said last:\n{said_last(folder)}"
 
 
 def said_last(folder: Path) -> str:
+    """Its last lines, and before them the last error: torchrun's summary is longer than what there is room for."""
     with (folder / LOG).open("rb") as log:
-        log.seek(max(0, (folder / LOG).stat().st_size - 20_000))
+        log.seek(max(0, (folder / LOG).stat().st_size - 200_000))
         lines = log.read().decode(errors="replace").splitlines()
-    return "\n".join(f"    {line[:200]}" for line in lines[-LINES:])
+    last = lines[-LINES:]
+    errors = [line for line in lines[:-LINES] if ERROR.match(line)]
+    return "\n".join(f"    {line[:200]}" for line in [*errors[-1:], *last])
 
 
 def unseen(found: list[Process]) -> str | None:

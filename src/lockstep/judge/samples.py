@@ -48,8 +48,9 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _digests(numbers: Tensor, dim: int) -> list[int]:
-    rows = numbers.movedim(dim, 0).reshape(numbers.shape[dim], -1)
-    places = _mixed(torch.arange(rows.shape[1]) + 1) | 1
+    count = numbers.shape[dim]
+    rows = numbers.movedim(dim, 0).reshape(count, numbers.numel() // count if count else 0)
+    places = _mixed(torch.arange(rows.shape[1], device="cpu") + 1) | 1
     found: list[int] = (_mixed(rows) * places).sum(1).tolist()
     return found
 

@@ -41,7 +41,7 @@ class Store:
         """(digest, dtype, shape), for a line of the record."""
         here = tensor.detach().to("cpu").contiguous()
         here = here.clone() if here.storage_offset() else here  # its bytes are seen as words
-        data = here.reshape(-1).view(torch.uint8) if here.numel() else torch.empty(0, dtype=torch.uint8)
+        data = here.reshape(-1).view(torch.uint8) if here.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
         digest = digest_of(data)
         file = self.folder / digest
         if not file.exists() and here.numel():
@@ -92,12 +92,16 @@ class Process:
     size: int
     events: list[Event]
 
+    @property
+    def has_stepped(self) -> bool:
+        return any(self.of("step"))
+
     def of(self, kind: str) -> Iterator[Event]:
         return (event for event in self.events if event["kind"] == kind)
 
 
 def processes(folder: Path) -> list[Process]:
-    """Of a run, those that train, by rank."""
+    """Of a run, those that train, by rank: a process that has only started others takes no step."""
     found = []
     for file in sorted(folder.glob("*.jsonl")):
         events = []
@@ -106,7 +110,9 @@ def processes(folder: Path) -> list[Process]:
                 events.append(json.loads(line))
             except ValueError:
                 break  # it is being written
-        said = [event for event in events if event["kind"] == "rank"]
+        said = [event for event in events if "rank" in event]
         if said:
             found.append(Process(said[-1]["rank"], said[-1]["size"], events))
-    return sorted(found, key=lambda process: process.rank)
+    stepping = {process.rank for process in found if process.has_stepped}
+    trains = [process for process in found if process.has_stepped or process.rank not in stepping]
+    return sorted(trains, key=lambda process: process.rank)

@@ -18,9 +18,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,10 @@ class Settings:
     reordered: bool = False
     """So are the rows of each batch, which go through the model in another order."""
     no_dropout: bool = False
+
+
+DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+"""Functions of torch.nn.functional."""
 
 
 def begin(folder: Path) -> None:
@@ -82,7 +88,9 @@ class Model:
     inputs: list[list[dict[str, Any]]] = field(default_factory=list)
     """Of each micro-batch of it."""
     entry: nn.Module | None = None
-    """What is called with them: the first module of the step that is."""
+    """What is called with them: the first module of the step that is, in training if any is."""
+    trains: bool = False
+    """Whether that was in training."""
 
 
 def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +102,8 @@ def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args)
         except Exception as error:
             self.done = True
-            self.recorder.note("cannot", why=f"{type(error).__name__}: {error}", where=traceback.format_exc())
+            with suppress(OSError):  # a full disk: the judge sees it itself
+                self.recorder.note("cannot", why=f"{type(error).__name__}: {error}", where=traceback.format_exc())
             return None
 
     return called
@@ -120,6 +129,8 @@ class Watcher:
         self.coarsest: str | None = None
         """Of the types that autocast has computed in."""
         self._depth = threading.local()
+        self._last: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+        """Optimizer -> the handle of our hook in it."""
         self._tops: dict[int, tuple[nn.Module, Model]] = {}
         self._recorder: tuple[int, Recorder] | None = None
 
@@ -135,7 +146,7 @@ class Watcher:
             return self.called(call, module, args, kwargs)
 
         nn.Module.__call__ = watched_call  # type: ignore[method-assign]
-        register_optimizer_step_pre_hook(self.step_begins)
+        register_optimizer_step_pre_hook(self.before_hooks)
         register_optimizer_step_post_hook(self.step_ends)
         torch.autograd.backward = self.backward(torch.autograd.backward)
         clip = self.clipping(nn.utils.clip_grad_norm_)
@@ -146,7 +157,8 @@ class Watcher:
             utils.clip_grads_with_norm_ = utils.clip_grad.clip_grads_with_norm_ = by_norm
         torch.autocast.__enter__ = self.autocasting(torch.autocast.__enter__)  # type: ignore[method-assign]
         if self.settings.no_dropout:
-            F.dropout = without(F.dropout, "p", 1)
+            for name in DROPOUTS:
+                setattr(F, name, without(getattr(F, name), "p", 1))
             F.scaled_dot_product_attention = without(F.scaled_dot_product_attention, "dropout_p", 4)
 
     @property
@@ -183,8 +195,9 @@ class Watcher:
     def read_inputs(self, model: Model, module: nn.Module, arguments: Any) -> int:
         """How many rows."""
         given = samples.tensors_in(arguments)
-        model.entry = module if model.entry is None else model.entry
-        if module is model.entry:
+        if model.entry is None or module.training > model.trains:  # what was not in training was an evaluation
+            model.entry, model.trains, model.inputs = module, module.training, []
+        if module is model.entry and module.training == model.trains:
             model.inputs.append([samples.noted(tensor) for tensor in given])
         return given[0].shape[0] if given else 0
 
@@ -239,10 +252,12 @@ class Watcher:
         return {
             "pieces": {model.prefix + piece.name: piece.noted() for piece in held},
             "batch_norms": [
-                name.rstrip(".") for name, one in modules_of(module) if isinstance(one, nn.modules.batchnorm._BatchNorm)
+                name.rstrip(".")
+                for name, one in modules_of(module)
+                if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training
             ],
             "synchronized": any(isinstance(one, nn.SyncBatchNorm) for one in module.modules()),
-            "dropout": any(drops(one) for one in module.modules()) and not self.settings.no_dropout,
+            "dropout": any(drops(one, self.settings.no_dropout) for one in module.modules()),
         }
 
     def fill(self, model: Model, held: list[Piece]) -> None:
@@ -301,7 +316,7 @@ class Watcher:
     def autocasting(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(enter)
         def watched(context: Any) -> Any:
-            if not torch.compiler.is_compiling() and context._enabled:
+            if not torch.compiler.is_compiling() and context._enabled and torch.is_grad_enabled():
                 self.coarsest = str(context.fast_dtype).removeprefix("torch.")
             return enter(context)
 
@@ -309,15 +324,27 @@ class Watcher:
 
     # ---- the optimizer ---------------------------------------------------------------------------------------
 
+    def before_hooks(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hooks of the script's own may reduce or clip gradients: ours is put behind them, and comes last."""
+        if self.done or torch.compiler.is_compiling():
+            return
+        if (handle := self._last.pop(optimizer, None)) is not None:
+            handle.remove()
+        self._last[optimizer] = optimizer.register_step_pre_hook(self.step_begins)
+
     def step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Before the step of an optimizer, but not of one that another has inside."""
-        if self.done or torch.compiler.is_compiling():
+        if self.done:
             return None
         if self.watched is not None and not any(optimizer is one for one in self.watched):
             return None
         if self.stepping is not None and self.stepping is not optimizer:
             if self.event is None and self.stepping is ours_around(optimizer):
                 self.gradients(self.stepping)
+            return None
+        number = self.number(optimizer)
+        if self.counts[number] >= self.settings.steps:
+            self.over()
             return None
         self.stepping = optimizer
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -378,7 +405,10 @@ class Watcher:
         gradients = {name: piece.gradient() for name, piece in mine.items()}
         if not isinstance(optimizer, Optimizer):
             gradients = deepspeed.clipped(gradients, optimizer.clip_grad)
+        rank, size = place()
         self.event = {
+            "rank": rank,
+            "size": size,
             "optimizer": self.number(optimizer),
             "step": 0,
             "pieces": {name: piece.noted() for name, piece in held.items()},
@@ -387,7 +417,6 @@ class Watcher:
             "inputs": inputs,
             "losses": [float(loss) for loss in self.losses],
             "settings": [settings_of(group) for group in optimizer.param_groups],
-            "class": type(optimizer).__name__,
             "trained": {name: groups.get(id(held[name].parameter), 0) for name in mine if name in held},
             "computes": self.coarsest,
             "strays": len(strays),
@@ -419,12 +448,14 @@ class Watcher:
             model.before, model.inputs, model.entry = None, [], None
         weights |= {piece.name: store.put(piece.weight()) for piece in outside(optimizer, held)}
         self.recorder.note("step", **event, weights=weights, buffers=kept)
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.coarsest = [], [], None
         self.ledger.since()
-        if min(self.counts) >= self.settings.steps:
-            self.recorder.note("done")
-            self.done = True
-            self.models, self._tops = [], {}
+
+    def over(self) -> None:
+        """An optimizer has taken its steps and begins another: all others have had their turn."""
+        self.recorder.note("done")
+        self.done, self.stepping = True, None
+        self.models, self._tops = [], {}
 
     def models_with(self, parameters: set[int]) -> list[Model]:
         """Those that have one of these parameters."""
@@ -475,7 +506,7 @@ class Reordered:
     """The rows of a batch in another order, and what comes out in the old one."""
 
     def __init__(self, rows: int) -> None:
-        self.order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+        self.order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
         self.inverse = torch.argsort(self.order)
 
     def mixed(self, value: Any) -> Any:
@@ -494,7 +525,7 @@ def moved_by_last_bit(weight: Tensor) -> Tensor:
     """Up or down, at random."""
     if not weight.is_floating_point():
         return weight
-    signs = torch.randint(2, weight.shape, generator=torch.Generator().manual_seed(2)) * 2 - 1
+    signs = torch.randint(2, weight.shape, generator=torch.Generator("cpu").manual_seed(2), device="cpu") * 2 - 1
     return weight + weight * signs.to(weight) * (torch.finfo(weight.dtype).eps / 2)
 
 
@@ -519,8 +550,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return found[-1]
 
 
-def drops(module: nn.Module) -> bool:
-    """It has dropout, by the name that everybody gives it."""
+def drops(module: nn.Module, no_dropout: bool) -> bool:
+    """It has dropout, by the name that is usually given to it; `no_dropout` reaches all but the recurrent ones."""
+    if no_dropout and not isinstance(module, nn.RNNBase):
+        return False
     named = {**vars(module), "dropout": getattr(module, "p", 0) if "Dropout" in type(module).__name__ else 0}
     return module.training and any(
         "drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in named.items()

@@ -13,29 +13,35 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torch as it would be found without us, and starts the watcher behind its import."""
-
-    def __init__(self) -> None:
-        self.loader: Any = None
+class Torch(importlib.abc.MetaPathFinder):
+    """Finds torch as it would be found without us, and has the watcher started behind its import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch" or self.loader is not None:
+        if name != "torch":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        self.loader, spec.loader = spec.loader, self
+        if spec is not None and spec.loader is not None:
+            spec.loader = Loader(self, spec.loader)
         return spec
 
+
+class Loader(importlib.abc.Loader):
+    """Torch's own, and then the watcher."""
+
+    def __init__(self, finder: Torch, inner: Any) -> None:
+        self.finder, self.inner = finder, inner
+
     def create_module(self, spec: Any) -> Any:
-        return self.loader.create_module(spec)
+        return self.inner.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        sys.meta_path.remove(self)
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
+        sys.meta_path.remove(self.finder)
+        module.__spec__.loader = module.__loader__ = self.inner
+        self.inner.exec_module(module)
         importlib.import_module("lockstep.judge.watcher").begin(Path(os.environ["LOCKSTEP_JUDGE"]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class OursToo(importlib.abc.MetaPathFinder):
@@ -60,6 +66,6 @@ def _go_on() -> None:
 
 
 if os.environ.get("LOCKSTEP_JUDGE"):
-    sys.meta_path.insert(0, AfterTorch())
+    sys.meta_path.insert(0, Torch())
     sys.meta_path.append(OursToo())
 _go_on()
