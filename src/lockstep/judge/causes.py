@@ -24,6 +24,8 @@ ROUNDED = 6
 
 @dataclass
 class Cause:
+    """What a difference looks like."""
+
     why: str
     look_at: str
     factor: float | None = None

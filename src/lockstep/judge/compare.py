@@ -303,7 +303,7 @@ class Judgement:
         for name, whole in wholes.items():
             if name not in mine:
                 return cannot(f"no rank of the candidate has a gradient of {name}")
-            tolerance = self.tolerance(place, "gradients", name, whole, theirs.parts[name])
+            tolerance = self.tolerance(place, name, whole, theirs.parts[name])
             if tolerance > LOOSEST:
                 tolerance = LOOSEST
                 self.unsure.add(name)
@@ -452,25 +452,21 @@ class Judgement:
 
     # ---- how much is rounding --------------------------------------------------------------------------------
 
-    def tolerance(self, place: Place, kind: str, name: str, whole: Tensor, parts: list[Part]) -> float:
+    def tolerance(self, place: Place, name: str, whole: Tensor, parts: list[Part]) -> float:
         if self.strict:
             return 1e-300
         return max(FLOOR.get(parts[0].stored.dtype, 2e-5) if parts[0].stored else 0.0, self.floor(place),
-                   TIMES * self.noise(place, kind, name, whole))  # fmt: skip
+                   TIMES * self.noise(place, name, whole))  # fmt: skip
 
     def floor(self, place: Place) -> float:
         """Of the coarsest type that the reference computes in."""
         event = next(iter(self.reference.events[place].values()))
         return FLOOR.get(event.get("computes") or "float32", 2e-5)
 
-    def noise(self, place: Place, kind: str, name: str, whole: Tensor) -> float:
-        if self.again is None or not self.again.complete(place):
-            return 0.0
-        other = self.again.tensors(place, kind)
-        again = other.whole_if(name) if name in other else None
-        if again is None:
-            return 0.0
-        return distance(again, whole) / scale_of(whole, self._total[place], SMALL)
+    def noise(self, place: Place, name: str, whole: Tensor) -> float:
+        """How far rounding moves a gradient."""
+        again = self.second(place, name)
+        return 0.0 if again is None else distance(again, whole) / scale_of(whole, self._total[place], SMALL)
 
     @cached_property
     def _total(self) -> dict[Place, float]:
@@ -486,7 +482,7 @@ class Judgement:
         if self.again is None or not self.again.complete(place):
             return None
         total = sum(
-            (self.noise(place, "gradients", name, whole) * scale_of(whole, self._total[place], SMALL)) ** 2
+            (self.noise(place, name, whole) * scale_of(whole, self._total[place], SMALL)) ** 2
             for name, whole in wholes.items()
         )
         if total**0.5 <= UNSTABLE * max(1.0, FLOOR_RATIO * self.floor(place)) * self._total[place]:
@@ -509,19 +505,20 @@ class Judgement:
             whole = tensors.whole_if(name) if name in tensors else None
             if whole is None:
                 continue
+            again = self.second((number, earlier), name)
             typical = float(whole.norm()) / max(whole.numel(), 1) ** 0.5
-            now = whole.abs() >= max(SIGNIFICANT * typical, TIMES * self.wobble((number, earlier), name, whole))
-            now = (now | (whole == 0)).double()
+            wobble = 0.0 if again is None else distance(again, whole) / max(whole.numel(), 1) ** 0.5
+            nothing = whole == 0 if again is None else (whole == 0) & (again == 0)
+            now = ((whole.abs() >= max(SIGNIFICANT * typical, TIMES * wobble)) | nothing).double()
             sure = now if sure is None else sure * now
         return sure
 
-    def wobble(self, place: Place, name: str, whole: Tensor) -> float:
-        """The root mean square of what rounding makes of its elements."""
+    def second(self, place: Place, name: str) -> Tensor | None:
+        """The gradient in the reference's second run."""
         if self.again is None or not self.again.complete(place):
-            return 0.0
+            return None
         other = self.again.tensors(place, "gradients")
-        again = other.whole_if(name) if name in other else None
-        return 0.0 if again is None else distance(again, whole) / max(whole.numel(), 1) ** 0.5
+        return other.whole_if(name) if name in other else None
 
     def differs(self, step: int, what: str, names: list[str], ranks: list[int], why: str, look_at: str,
                 factor: float | None = None, expected: str = "", got: str = "") -> Verdict:  # fmt: skip

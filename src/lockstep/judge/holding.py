@@ -37,6 +37,9 @@ def region(parameter: Tensor, name: str, boxes: Boxes) -> None:
 def pieces(model: nn.Module) -> list[Piece]:
     """Of all parameters; one that is in several places has the name of the first."""
     if (holder := as_holder(model)) is not None:
+        in_flight = getattr(getattr(holder, "optimizer", None), "wait_for_parameters", None)
+        if in_flight is not None:  # gathers that the next forward waits for
+            in_flight()
         return [_held(name, held) for name, held in holder.held().items()]
     if zero_of(model) is not None:
         return list(zero_pieces(model))

@@ -20,6 +20,8 @@ from lockstep.judge.watcher import Settings
 
 @dataclass
 class Asked:
+    """What is to be judged, and how strictly."""
+
     reference: str
     candidate: str
     steps: int = 6
@@ -104,7 +106,7 @@ def against(reference: Reference, asked: Asked, say: Say = lambda _: None, keep:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}:{place.lineno}"
         return cannot(f"the comparison itself failed ({where}): {type(error).__name__}: {error}", *notes)
-    if candidate.problem is not None and found.verdict == "equal":
+    if candidate.problem is not None and found.verdict != "differs":
         found = cannot(f"after {candidate.steps} steps that are equal, candidate: {candidate.problem}", *notes)
     keep(found, judgement)
     return found

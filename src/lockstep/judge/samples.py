@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 DIMENSIONS = 2
+MOST = 10_000
+"""Along the second dimension: more are no samples."""
 
 
 def tensors_in(arguments: Any) -> list[Tensor]:
@@ -28,7 +30,7 @@ def noted(tensor: Tensor) -> dict[str, Any]:
     if hasattr(here, "to_local"):
         here = here.to_local()
     numbers = _numbers(here)
-    rows = [_digests(numbers, dim) for dim in range(min(DIMENSIONS, here.dim()))]
+    rows = [_digests(numbers, dim) for dim in range(min(DIMENSIONS, here.dim())) if not dim or here.shape[dim] < MOST]
     elements = int(_mixed(numbers).sum())
     return {
         "shape": list(here.shape),
