@@ -332,7 +332,7 @@ def main(words: list[str]) -> int:
         for line in run_all([case for case in chosen if case.missing is None]):
             bad += line.problem is not None
             mark = "ok " if line.problem is None else "BAD"
-            said = line.problem or f"{line.found.what or line.found.verdict}: {line.found.why}"
+            said = line.problem or f"{line.found.what or line.found.verdict}: {line.found.why}".partition("\n")[0]
             print(f"{mark} {line.case.name:<72} {line.case.thread:<28} {line.seconds:5.1f} s  {said}", flush=True)
         left = [case.name for case in chosen if case.missing is not None]
         if left:
