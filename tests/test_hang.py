@@ -320,9 +320,11 @@ def look():
     while not over.is_set():
         seen.append(len(recorded()))
 threads = [threading.Thread(target=look) for _ in range(2)]
+for _ in range(2):
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0], backend="gloo"))
 for thread in threads: thread.start()
 for _ in range(100):
-    dist.all_reduce(torch.ones(1), group=dist.new_group([0], backend="gloo"))
+    dist.new_group([0], backend="gloo")
 over.set()
 for thread in threads: thread.join()
 print(max(seen), len(errors), flush=True)
@@ -331,7 +333,9 @@ os._exit(0)
 
 
 def test_calls_are_read_while_groups_are_made() -> None:
-    """Torch's tables of groups change under a reader then: the watch of a rank would end, without a word."""
+    """Torch's tables of groups change under a reader then: the watch of a rank would end, without a word. (While a
+    call begins nobody reads: torch's recorder has crashed then.)
+    """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", READS_WHILE_GROUPS_ARE_MADE]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
