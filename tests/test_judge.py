@@ -25,7 +25,7 @@ from lockstep.judge.runs import Run
 from lockstep.judge.store import Process, Store, Stored
 from tests.judged.cases import CLEAN, FAULTS, ODD, Case, asked, candidate_command, judged, problem, reference_command
 
-EACH = 120
+EACH = 400
 
 
 # ---- the strangers' scripts --------------------------------------------------------------------------------------

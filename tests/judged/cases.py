@@ -156,7 +156,13 @@ FAULTS = [
 def odd(kind: str, what: str | None, why: str = "", plain: bool = True, **more: object) -> Case:
     """Of odd.py. `plain`: its reference is the ordinary training there."""
     reference = "prints_megabytes" if plain else kind
-    more = {"launcher": "none", "ranks": 1, "timeout": 8.0, "sampled": plain or kind == "has_a_closure", **more}
+    more = {
+        "launcher": "none",
+        "ranks": 1,
+        "timeout": 8.0 if kind == "hangs" else 120.0,
+        "sampled": plain or kind == "has_a_closure",
+        **more,
+    }
     return Case(f"odd.py {reference}", f"odd.py {kind} wrong", what=what, why=why, **more)  # type: ignore[arg-type]
 
 
