@@ -334,7 +334,7 @@ os._exit(0)
 
 def test_calls_are_read_while_groups_are_made() -> None:
     """Torch's tables of groups change under a reader then: the watch of a rank would end, without a word. (While a
-    call begins nobody reads: torch's recorder has crashed then.)
+    call begins there are no readers: torch's recorder has crashed then.)
     """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", READS_WHILE_GROUPS_ARE_MADE]

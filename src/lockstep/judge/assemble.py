@@ -55,7 +55,7 @@ class Tensors:
         return exact(self.store.get(part.stored)).reshape(-1)
 
     def whole(self, name: str) -> Tensor:
-        """Put together; zeros where nobody has one."""
+        """Put together; zeros where no rank has one."""
         found = self.whole_if(name)
         if found is None:
             shape = next((part.shape for part in self.parts[name] if part.shape is not None), None)
@@ -63,7 +63,7 @@ class Tensors:
         return found
 
     def whole_if(self, name: str) -> Tensor | None:
-        """None where some elements are on no rank, or nobody has a gradient."""
+        """None where some elements are on no rank, or no rank has a gradient."""
         parts = [part for part in self.parts.get(name, []) if part.stored is not None]
         for part in parts:
             assert part.stored is not None

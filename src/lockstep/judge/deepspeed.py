@@ -76,7 +76,7 @@ def groups_of(zero: Any) -> dict[int, int]:
 
 
 def clipped(gradients: dict[str, Tensor | None], limit: float) -> dict[str, Tensor | None]:
-    """As its step will clip them, where nobody can look."""
+    """As its step will clip them, which cannot be observed."""
     if limit <= 0:
         return gradients
     norm = sum(float(g.double().norm()) ** 2 for g in gradients.values() if g is not None) ** 0.5

@@ -101,7 +101,7 @@ def modules_of(model: nn.Module, prefix: str = "", seen: set[int] | None = None)
     wraps = type(model).__module__.startswith(WRAPPERS)
     for key, child in model._modules.items():
         if child is not None:
-            inside = key in INSIDE and (wraps or key != "module")  # the others are nobody's own
+            inside = key in INSIDE and (wraps or key != "module")  # no model uses the other names for its own
             yield from modules_of(child, prefix if inside else f"{prefix}{key}.", seen)
 
 
