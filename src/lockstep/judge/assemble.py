@@ -1,8 +1,10 @@
 """The pieces of all ranks, put together: of a run, at a step, everything by name."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from lockstep.judge.runs import Run, unseen
 from lockstep.judge.store import Event, Process, Store, Stored
-from lockstep.layout.region import Box, Region
+from lockstep.layout.region import Box, Region, uncovered
 
 Place = tuple[int, int]
 """(optimizer, its step)"""
@@ -154,6 +156,32 @@ class Side:
     def complete(self, place: Place) -> bool:
         return len(self.events.get(place, {})) == self.ranks
 
+    def losses(self, place: Place) -> dict[int, float]:
+        """Rank -> what backward was called on, over the micro-batches; ranks without one are left out."""
+        return {rank: sum(event["losses"]) for rank, event in self.events[place].items() if event["losses"]}
+
+    def loss(self, place: Place) -> float | None:
+        """Of one process."""
+        return next(iter(self.losses(place).values()), None)
+
+    def norms(self, place: Place) -> dict[int, list[float]]:
+        """Rank -> those by which it has clipped."""
+        return {r: [norm for _, norm in event["norms"]] for r, event in self.events[place].items() if event["norms"]}
+
+    def norm(self, place: Place) -> float | None:
+        """Of one process, the last."""
+        return next((norms[-1] for norms in self.norms(place).values()), None)
+
+    def rows(self, place: Place) -> dict[int, int]:
+        """Rank -> how many it has read."""
+        return {
+            rank: sum(tensor["shape"][0] for given in event["inputs"] for tensor in given[:1])
+            for rank, event in self.events[place].items()
+        }
+
+    def micro_batches(self, place: Place) -> int:
+        return max((len(event["losses"]) for event in self.events[place].values()), default=1) or 1
+
     def tensors(self, place: Place, kind: str) -> Tensors:
         """`kind`: before, gradients, weights or buffers."""
         return self._tensors(self.events[place], kind)
@@ -190,6 +218,9 @@ class Side:
 
     def cannot(self) -> str | None:
         """What a watcher could not see."""
+        twice = [rank for rank, count in Counter(p.rank for p in self.processes if p.has_stepped).items() if count > 1]
+        if twice:
+            return f"several processes have trained as rank {twice[0]}: was one started again, or a group made late?"
         return unseen(self.processes)
 
 
@@ -222,3 +253,42 @@ def _together(process: Process) -> Event:
         for key in ("weights", "buffers", "pieces"):
             found.setdefault(key, {}).update(event[key])
     return found
+
+
+def disagreeing(tensors: Tensors) -> dict[str, list[int]]:
+    """Name -> ranks whose copy is not that of the first rank that has it."""
+    found: dict[str, list[int]] = {}
+    for name in tensors:
+        for copies in tensors.copies(name):
+            first = copies[0].stored
+            ranks = [part.rank for part in copies if part.stored != first]
+            if ranks:
+                found[name] = ranks
+    return found
+
+
+def same_digests(mine: list[Part], theirs: list[Part]) -> bool:
+    """All have the one whole tensor."""
+    return len({part.stored for part in [*mine, *theirs]}) == 1
+
+
+def unfitting(parts: list[Part], whole: Tensor) -> str | None:
+    """What is wrong with pieces that cannot be those of the whole tensor."""
+    shape = tuple(whole.shape)
+    for part in parts:
+        mine = part.stored.shape if part.stored else ()
+        if any(outside(box, shape) for box in part.boxes or ()):
+            return f"has a box on rank {part.rank} that is outside the reference's {shape}"
+        if part.shape not in (None, shape) or prod(mine) != part.of(whole).numel():
+            return f"is {tuple(mine)} on rank {part.rank}, and {shape} in the reference"
+    if all(part.boxes is not None for part in parts):
+        missing = uncovered((Region(shape, part.boxes or ()) for part in parts), shape)
+        if missing:
+            return f"has {missing} of {whole.numel()} elements on no rank"
+    return None
+
+
+def outside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.sizes) != len(shape) or any(
+        offset < 0 or offset + size > whole for offset, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
+    )

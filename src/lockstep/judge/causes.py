@@ -1,86 +1,21 @@
 """Why a gradient or a loss differs, from the shape of the difference. The first that fits is said."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from math import isclose
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lockstep.apart import one_factor as common_factor
-from lockstep.judge.assemble import Part, Place, Side, Tensors, Wholes
+from lockstep.judge.assemble import Part
+from lockstep.judge.difference import CLOSE, Cause, Difference
+from lockstep.judge.factor import one_factor
 from lockstep.judge.ledger import missing, reductions
+from lockstep.judge.losses import another_mean, cause_of_loss, mean_of_means
 
-if TYPE_CHECKING:
-    from lockstep.judge.compare import Judgement
-
-CLOSE = 0.02
-"""How far from an explanation the gradients may be, relative to the difference that it explains."""
-TIGHT = 1e-3
 ROUNDED = 6
 """Last digits that gradients may be off by, computed in few digits from end to end."""
 
 
-@dataclass
-class Cause:
-    """What a difference looks like."""
-
-    why: str
-    look_at: str
-    factor: float | None = None
-    first: list[str] = field(default_factory=list)
-    """Names that come before those of parameters: BatchNorm modules."""
-    expected: str = ""
-    got: str = ""
-
-
-@dataclass
-class Difference:
-    """Of the gradients of one step, what each cause looks at."""
-
-    judgement: "Judgement"
-    place: Place
-    off: dict[str, list[int]]
-    """Name -> ranks."""
-    wholes: Wholes
-    """The reference's."""
-    mine: Tensors
-
-    @property
-    def step(self) -> int:
-        return self.place[1]
-
-    @property
-    def candidate(self) -> Side:
-        return self.judgement.candidate
-
-    @property
-    def reference(self) -> Side:
-        return self.judgement.reference
-
-    def pairs(self) -> Iterator[tuple[str, Part, Tensor, Tensor]]:
-        """(name, part, got, expected) of what differs."""
-        for name, ranks in self.off.items():
-            for part in self.mine.parts[name]:
-                if part.rank in ranks:
-                    expected = part.of(self.wholes[name])
-                    got = self.mine.read(part) if part.stored is not None else torch.zeros_like(expected)
-                    yield name, part, got, expected
-
-    def explained_by(self, other: Callable[[str, Part, Tensor], Tensor | None]) -> bool:
-        """All that differs is that, and it is not what the reference has."""
-        for name, part, got, expected in self.pairs():
-            said = other(name, part, expected)
-            if said is None or float((got - said).norm()) > CLOSE * max(float((got - expected).norm()), 1e-30):
-                return False
-        return True
-
-
-def cause_of_gradients(
-    judgement: "Judgement", place: Place, off: dict[str, list[int]], wholes: Wholes, mine: Tensors
-) -> Cause:
-    difference = Difference(judgement, place, off, wholes, mine)
+def cause_of_gradients(difference: Difference) -> Cause:
     for explain in (
         not_finite,
         one_factor,
@@ -101,23 +36,20 @@ def cause_of_gradients(
             break
     else:
         found = Cause("no known cause fits the difference", "how this gradient is computed and reduced")
-    first = first_of(difference)
-    for name, _, got, expected in difference.pairs():
-        if name == first:
-            found.expected, found.got = f"norm {float(expected.norm()):.6g}", f"norm {float(got.norm()):.6g}"
-            break
+    _, _, got, expected = next(pair for pair in difference.pairs() if pair[0] == difference.first)
+    found.expected, found.got = f"norm {float(expected.norm()):.6g}", f"norm {float(got.norm()):.6g}"
     return found
 
 
-def ledger_of(judgement: "Judgement", place: Place, off: dict[str, list[int]], wholes: Wholes, mine: Tensors) -> str:
+def missing_reductions(difference: Difference) -> str:
     """Which reductions there were before the step, and which these gradients have not been in."""
-    events = judgement.candidate.events[place]
+    events = difference.candidate.events[difference.place]
     if len(events) < 2:
         return ""
     lines = {rank: reductions(event["collectives"]) for rank, event in events.items()}
-    copies = {part.rank for name in off for part in mine.parts[name]}
-    without = sum(wholes[name].numel() for name in off)
-    return missing(lines, copies, without, sum(whole.numel() for whole in wholes.values()))
+    copies = {part.rank for name in difference.off for part in difference.mine.parts[name]}
+    sizes = {name: whole.numel() for name, whole in difference.wholes.items()}
+    return missing(lines, copies, sum(sizes[name] for name in difference.off), sum(sizes.values()))
 
 
 def batch_norm(difference: Difference) -> Cause | None:
@@ -152,58 +84,6 @@ def not_finite(difference: Difference) -> Cause | None:
     return None
 
 
-def one_factor(difference: Difference) -> Cause | None:
-    factors = []
-    for _, _, got, expected in difference.pairs():
-        factor = common_factor(got, expected, TIGHT)
-        if not factor:
-            return None
-        factors.append(factor)
-    factor = factors[0]
-    if not all(isclose(f, factor, rel_tol=0.01) for f in factors):
-        return None
-    everything = len(difference.off) == len(difference.wholes)
-    every = "every gradient is" if everything else "these gradients are"
-    said, look_at = meaning(difference, factor)
-    return Cause(f"{every} {factor:.6g} times as large: {said}", look_at, factor)
-
-
-def meaning(difference: Difference, factor: float) -> tuple[str, str]:
-    """Of a factor: (what it says, what to look at)."""
-    ranks, events = difference.candidate.ranks, difference.candidate.events[difference.place]
-    micro = max((len(event["losses"]) for event in events.values()), default=1)
-    norms = [norm for event in events.values() for _, norm in event["norms"]]
-    theirs = [norm for e in difference.reference.events[difference.place].values() for _, norm in e["norms"]]
-    if (
-        norms
-        and theirs
-        and norms[0]
-        and not isclose(factor, 1.0)
-        and isclose(theirs[0] / norms[0], factor, rel_tol=0.02)
-    ):
-        return (
-            f"it was clipped by a norm of {norms[0]:.6g}, and the reference's is {theirs[0]:.6g}",
-            "the norm must be taken over all pieces of the model, and each counted once",
-        )
-    if micro > 1 and ranks == micro and any(isclose(factor, f, rel_tol=1e-3) for f in (ranks, 1 / ranks)):
-        said = "summed instead of averaged" if factor > 1 else "divided once too often"
-        return f"{said}: over the {ranks} ranks, or over as many micro-batches", "what divides by either"
-    if ranks > 1 and isclose(factor, ranks, rel_tol=1e-3):
-        return f"summed over {ranks} ranks instead of averaged", "the division by the number of ranks"
-    if ranks > 1 and isclose(factor, 1 / ranks, rel_tol=1e-3):
-        return f"divided by {ranks} ranks once too often", "the division by the number of ranks, and the loss's own"
-    if micro > 1 and isclose(factor, micro, rel_tol=1e-3):
-        return f"summed over {micro} micro-batches instead of averaged", "the division by the accumulation steps"
-    if micro > 1 and isclose(factor, 1 / micro, rel_tol=1e-3):
-        return f"divided by {micro} micro-batches once too often", "the division by the accumulation steps"
-    for size in range(2, ranks + 1):
-        if ranks % size == 0 and isclose(factor, size, rel_tol=1e-3):
-            return f"summed over a group of {size} ranks that share a copy", "the reduction in that group"
-        if ranks % size == 0 and isclose(factor, 1 / size, rel_tol=1e-3):
-            return f"divided by {size} once too often", "the group whose size is divided by"
-    return "one factor explains all of it", "what the loss or the gradients are divided by, and clipping"
-
-
 def nothing(difference: Difference) -> Cause | None:
     if any(float(got.norm()) > 0 for _, _, got, _ in difference.pairs()):
         return None
@@ -231,9 +111,7 @@ def never_reduced(difference: Difference) -> Cause | None:
             sums += float((got.sum(0) - expected).norm()) <= CLOSE * off
     if apart < count:
         return None
-    everything = (
-        "every gradient" if len(difference.off) == len(difference.wholes) else f"the gradient of {first_of(difference)}"
-    )
+    everything = "every gradient" if difference.is_everywhere else f"the gradient of {difference.first}"
     look_at = "DDP around the model and called by its forward, no_sync, hooks; which group the reduction is in"
     groups = {tuple(difference.mine.groups(name)) for name in difference.off}
     among = groups.pop()
@@ -249,10 +127,9 @@ def never_reduced(difference: Difference) -> Cause | None:
 
 
 def stale(difference: Difference) -> Cause | None:
-    before = (difference.place[0], difference.step - 1)
-    if before not in difference.reference.events:
+    if difference.step_before not in difference.reference.events:
         return None
-    earlier = difference.reference.tensors(before, "gradients")
+    earlier = difference.reference.tensors(difference.step_before, "gradients")
 
     def then(name: str, part: Part, expected: Tensor) -> Tensor | None:
         whole = earlier.whole_if(name) if name in earlier else None
@@ -261,17 +138,16 @@ def stale(difference: Difference) -> Cause | None:
     if not difference.explained_by(then):
         return None
     return Cause(
-        f"the gradients are stale: those of step {before[1]}",
+        f"the gradients are stale: those of step {difference.step_before[1]}",
         "a wait that is missing before the optimizer, or a buffer that is read before it is filled",
     )
 
 
 def accumulated(difference: Difference) -> Cause | None:
     """The gradients of the steps before are still in it."""
-    before = (difference.place[0], difference.step - 1)
-    if before not in difference.candidate.events:
+    if difference.step_before not in difference.candidate.events:
         return None
-    earlier = difference.candidate.tensors(before, "gradients")
+    earlier = difference.candidate.tensors(difference.step_before, "gradients")
 
     def added(name: str, part: Part, expected: Tensor) -> Tensor | None:
         then = next((p for p in earlier.parts.get(name, []) if p.rank == part.rank), None)
@@ -297,44 +173,15 @@ def rounded(difference: Difference) -> Cause | None:
     return None
 
 
-def mean_of_means(difference: Difference) -> Cause | None:
-    """Ranks have means over different numbers of samples, or of targets, and they were averaged alike."""
-    events = difference.candidate.events[difference.place]
-    theirs = difference.reference.events[difference.place]
-    losses = {rank: sum(event["losses"]) for rank, event in events.items() if event["losses"]}
-    rows = {rank: sum(len(t["rows"][0]) for ts in e["inputs"] for t in ts[:1]) for rank, e in events.items()}
-    wanted = [sum(event["losses"]) for event in theirs.values() if event["losses"]]
-    everywhere = len(difference.off) == len(difference.wholes)
-    if len(losses) < 2 or not wanted or not everywhere or any(r != sorted(events) for r in difference.off.values()):
-        return None
-    mean, weighted = sum(losses.values()) / len(losses), 0.0
-    if sum(rows.values()):
-        weighted = sum(losses[rank] * rows[rank] for rank in losses) / sum(rows[rank] for rank in losses)
-    if len(set(rows.values())) > 1 and isclose(weighted, wanted[0], rel_tol=1e-4):
-        counts = ", ".join(f"{rows[rank]} samples on rank {rank}" for rank in sorted(rows))
-        return Cause(
-            f"a mean of means: {counts}, and each rank's mean counts the same",
-            "the loss must be a sum over all ranks' samples, divided by their number over all ranks",
-        )
-    low, high = min(losses.values()), max(losses.values())
-    if not isclose(mean, wanted[0], rel_tol=1e-4) and low <= wanted[0] <= high and len(set(rows.values())) == 1:
-        return Cause(
-            "a mean of means: ranks have means over different numbers of targets (padding?), and each counts the same",
-            "the loss must be a sum over all ranks' targets, divided by their number over all ranks",
-        )
-    return None
-
-
 def clipped_apart(difference: Difference) -> Cause | None:
     """By norms that are not the reference's."""
-    events = difference.candidate.events[difference.place]
-    mine = {rank: event["norms"][-1][1] for rank, event in events.items() if event["norms"]}
-    theirs = [e["norms"][-1][1] for e in difference.reference.events[difference.place].values() if e["norms"]]
-    if not theirs or all(isclose(norm, theirs[0], rel_tol=0.01) for norm in mine.values()):
+    mine = {rank: norms[-1] for rank, norms in difference.candidate.norms(difference.place).items()}
+    wanted = difference.reference.norm(difference.place)
+    if wanted is None or all(isclose(norm, wanted, rel_tol=0.01) for norm in mine.values()):
         return None
     norms = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(mine.items()))
     return Cause(
-        f"gradients were clipped by other norms than the reference's {theirs[0]:.4g}: {norms}",
+        f"gradients were clipped by other norms than the reference's {wanted:.4g}: {norms}",
         "clip after the gradients are reduced, by the norm of the whole model",
     )
 
@@ -374,7 +221,7 @@ def only_some(difference: Difference) -> Cause | None:
     names = [name for name in every if name in difference.off]
     if len(names) == len(every):
         return None
-    said = f"only {len(names)} of {len(every)} gradients differ ({first_of(difference)} is the first in backward)"
+    said = f"only {len(names)} of {len(every)} gradients differ ({difference.first} is the first in backward)"
     look_at = "what sets these parameters apart: their layer, bucket, hook or group"
     empty = sorted({name for name, _, got, _ in difference.pairs() if not float(got.norm())})
     if empty:
@@ -383,45 +230,7 @@ def only_some(difference: Difference) -> Cause | None:
     elif names == every[: len(names)]:
         said += f": all that come before {every[len(names)]}, which agrees"
         look_at = f"how gradients pass back through {every[len(names)].rpartition('.')[0] or 'it'}: a sum over ranks?"
-    if (losses := mean_losses(difference)) is not None and not isclose(*losses, rel_tol=1e-4):
+    if (losses := another_mean(difference)) is not None:
         said += f"; the ranks' mean loss is {losses[0]:.6g}, and the reference's {losses[1]:.6g}"
         look_at = "a term of the loss that reaches these parameters only: its factor, and what it is a mean over"
     return Cause(said, look_at)
-
-
-def mean_losses(difference: Difference) -> tuple[float, float] | None:
-    """(over the candidate's ranks, the reference's), where all ranks have as many samples."""
-    events = difference.candidate.events[difference.place].values()
-    theirs = [sum(e["losses"]) for e in difference.reference.events[difference.place].values() if e["losses"]]
-    losses = [sum(event["losses"]) for event in events if event["losses"]]
-    rows = {sum(len(t["rows"][0]) for ts in event["inputs"] for t in ts[:1]) for event in events}
-    return (sum(losses) / len(losses), theirs[0]) if losses and theirs and len(rows) == 1 else None
-
-
-def cause_of_loss(reference: Side, candidate: Side, place: Place) -> Cause | None:
-    """Where no way in which ranks' losses may combine gives the reference's."""
-    theirs = [sum(event["losses"]) for event in reference.events[place].values() if event["losses"]]
-    events = candidate.events[place]
-    losses = {rank: sum(event["losses"]) for rank, event in events.items() if event["losses"]}
-    if not theirs or not losses:
-        return None
-    wanted, values = theirs[0], list(losses.values())
-    low, high, near = min(values), max(values), 0.01 * max(abs(wanted), 1e-6)
-    if low - near <= wanted <= high + near or isclose(sum(values), wanted, rel_tol=0.01):
-        return None
-    micro = max(len(event["losses"]) for event in events.values())
-    known = {candidate.ranks, 1 / candidate.ranks, micro, 1 / micro, candidate.ranks * micro, micro / candidate.ranks}
-    for times in known:
-        if low * times - near <= wanted <= high * times + near:  # scaled, and the gradients scaled back
-            return None
-    return Cause(
-        f"the gradients agree, but the loss does not: {', '.join(f'{v:.6g}' for v in values)} on the ranks",
-        "how the loss that is reported is computed",
-        expected=f"{wanted:.6g}",
-        got=", ".join(f"{v:.6g}" for v in values),
-    )
-
-
-def first_of(difference: Difference) -> str:
-    """In backward's order."""
-    return next(name for name in reversed(list(difference.wholes)) if name in difference.off)

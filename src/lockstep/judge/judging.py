@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lockstep.judge.assemble import Side
-from lockstep.judge.compare import Judgement, disagreeing
+from lockstep.judge.assemble import Side, disagreeing
+from lockstep.judge.changes import Settings
+from lockstep.judge.compare import Judgement
 from lockstep.judge.runs import Run, run
 from lockstep.judge.store import Process
 from lockstep.judge.verdict import Verdict, cannot
-from lockstep.judge.watcher import Settings
 
 
 @dataclass
@@ -83,7 +83,7 @@ def run_again(reference: Run, asked: Asked, say: Say) -> Run | None:
 
 def is_itself(reference: Run, again: Run) -> bool:
     judgement = Judgement(Side(reference), Side(again), Side(reference))
-    return all(judgement.unstable(place) is None for place in judgement.reference.events)
+    return all(judgement.rounding.unstable(place) is None for place in judgement.reference.events)
 
 
 def against(reference: Reference, asked: Asked, say: Say = lambda _: None, keep: Keep = lambda *_: None) -> Verdict:

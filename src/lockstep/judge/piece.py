@@ -78,7 +78,7 @@ class Piece:
 
     def noted(self) -> dict[str, Any]:
         boxes = None if self.boxes is None else [[box.offsets, box.sizes] for box in self.boxes]
-        return {"boxes": boxes, "shape": self.shape, "trains": self.trains}
+        return {"boxes": boxes, "shape": self.shape}
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

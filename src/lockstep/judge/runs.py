@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.judge.changes import Settings
 from lockstep.judge.ledger import RECORDED
 from lockstep.judge.store import Process, processes
-from lockstep.judge.watcher import Settings
 
 LOG = "output.txt"
 LINES = 8

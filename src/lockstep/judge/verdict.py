@@ -1,5 +1,6 @@
 """What came of a judgement."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,3 +38,26 @@ class Verdict:
 
 def cannot(why: str, *notes: str) -> Verdict:
     return Verdict(CANNOT, why=why, notes=list(notes))
+
+
+def differs(
+    step: int,
+    what: str,
+    names: Iterable[str],
+    ranks: list[int],
+    why: str,
+    look_at: str,
+    factor: float | None = None,
+    expected: str = "",
+    got: str = "",
+) -> Verdict:
+    return Verdict(DIFFERS, step, what, list(names), ranks, factor, why, look_at, expected, got)
+
+
+def words_of(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def listing(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -6,53 +6,33 @@
     an optimizer's step begins                  its settings, and every gradient
     it ends                                     weights and buffers
 
-The script runs as it is. What differs from what it would do alone is asked for: the reference's weights at the start
-(`start`), weights moved by their last bit (`moved`), rows in another order (`reordered`), no dropout (`no_dropout`).
+The script runs as it is; what is changed on request is in `changes.py`.
 """
 
 import functools
-import gc
 import json
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from lockstep.judge import deepspeed, samples
-from lockstep.judge.holding import gradient_pieces, pieces, plain_piece
+from lockstep.judge.changes import Reordered, Settings, Start, drop_nothing
+from lockstep.judge.holding import gradient_pieces, pieces
 from lockstep.judge.ledger import Ledger
-from lockstep.judge.piece import Piece, buffers, modules_of, outermost
-from lockstep.judge.store import Recorder, Store, Stored, processes
-
-
-@dataclass
-class Settings:
-    """What is asked of a run: `settings.json` in its folder."""
-
-    steps: int = 6
-    start: str | None = None
-    """The folder of the run whose weights this one starts from."""
-    moved: bool = False
-    """The weights' last bits are moved: what comes out differs as much as rounding makes it."""
-    reordered: bool = False
-    """So are the rows of each batch, which go through the model in another order."""
-    no_dropout: bool = False
-
-
-DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
-"""Functions of torch.nn.functional."""
+from lockstep.judge.models import Model, Models
+from lockstep.judge.optimizers import gives_gradients_late, groups_of, outside, settings_of, whole_number
+from lockstep.judge.piece import Piece, buffers
+from lockstep.judge.store import Recorder
 
 
 def begin(folder: Path) -> None:
@@ -67,30 +47,12 @@ def watch(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     Without `lockstep judge` it does nothing.
     """
     if _watcher is not None:
-        _watcher.add(model)
+        _watcher.model_of(model)
         if optimizer is not None:
             _watcher.watched = [*(_watcher.watched or []), optimizer]
 
 
 _watcher: "Watcher | None" = None
-
-
-@dataclass
-class Model:
-    """The outermost module around what the script calls."""
-
-    module: nn.Module
-    prefix: str = ""
-    """Of its names, where another model has the same."""
-    started: bool = False
-    before: dict[str, Any] | None = None
-    """Its weights before the step that is under way."""
-    inputs: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Of each micro-batch of it."""
-    entry: nn.Module | None = None
-    """What is called with them: the first module of the step that is, in training if any is."""
-    trains: bool = False
-    """Whether that was in training."""
 
 
 def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +76,7 @@ class Watcher:
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.settings = folder, settings
-        self.models: list[Model] = []
+        self.models = Models()
         self.ledger = Ledger()
         self.optimizers: list[Any] = []
         self.counts: list[int] = []
@@ -131,7 +93,8 @@ class Watcher:
         self._depth = threading.local()
         self._last: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         """Optimizer -> the handle of our hook in it."""
-        self._tops: dict[int, tuple[nn.Module, Model]] = {}
+        self._zeros: list[Any] = []
+        """Optimizers of DeepSpeed's that are watched."""
         self._recorder: tuple[int, Recorder] | None = None
 
     def install(self) -> None:
@@ -157,9 +120,7 @@ class Watcher:
             utils.clip_grads_with_norm_ = utils.clip_grad.clip_grads_with_norm_ = by_norm
         torch.autocast.__enter__ = self.autocasting(torch.autocast.__enter__)  # type: ignore[method-assign]
         if self.settings.no_dropout:
-            for name in DROPOUTS:
-                setattr(F, name, without(getattr(F, name), "p", 1))
-            F.scaled_dot_product_attention = without(F.scaled_dot_product_attention, "dropout_p", 4)
+            drop_nothing()
 
     @property
     def recorder(self) -> Recorder:
@@ -167,7 +128,7 @@ class Watcher:
         if self._recorder is None or self._recorder[0] != os.getpid():
             self._recorder = os.getpid(), Recorder(self.folder)
             rank, size = place()
-            self._recorder[1].note("rank", rank=rank, size=size, argv=sys.argv, torch=torch.__version__)
+            self._recorder[1].note("rank", rank=rank, size=size)
         return self._recorder[1]
 
     # ---- forward ---------------------------------------------------------------------------------------------
@@ -203,32 +164,18 @@ class Watcher:
 
     @guarded
     def model_of(self, module: nn.Module) -> Model | None:
-        """None: nothing in it trains."""
-        known = self._tops.get(id(module))
-        if known is not None and known[0] is module:
-            return known[1]
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return None
-        top = outermost(module)
-        model = next((one for one in self.models if one.module is top), None) or self.add(top)
-        self._tops[id(module)] = module, model
+        model = self.models.of(module)
+        if model is not None:
+            self.take_zero(model)
         return model
 
-    def add(self, top: nn.Module) -> Model:
-        """What was seen of its parts before it was wrapped is forgotten."""
-        inside = {id(one) for _, one in modules_of(top)}
-        self.models = [one for one in self.models if id(one.module) not in inside]
-        taken = {one.prefix + piece.name for one in self.models for piece in pieces(one.module)}
-        kind, number, model = type(unwrapped(top)).__name__, 1, Model(top)
-        names = [piece.name for piece in pieces(top)]
-        while any(model.prefix + name in taken for name in names):
-            model.prefix = f"{kind}{number if number > 1 else ''}."
-            number += 1
-        self.models.append(model)
-        if (zero := deepspeed.zero_of(top)) is not None:
-            deepspeed.check(top)
+    def take_zero(self, model: Model) -> None:
+        """DeepSpeed's optimizer is none of torch's, and has no hooks."""
+        zero = deepspeed.zero_of(model.module)
+        if zero is not None and not any(zero is one for one in self._zeros):
+            deepspeed.check(model.module)
+            self._zeros.append(zero)
             zero.step = self.step_of_zero(zero, zero.step)
-        return model
 
     @guarded
     def before(self, model: Model) -> None:
@@ -238,44 +185,14 @@ class Watcher:
         held = pieces(model.module)
         first, model.started = not model.started, True
         if first and self.settings.start is not None:
-            self.fill(model, held)
+            Start(self.folder.parent / self.settings.start, self.settings.moved).fill(model.module, held, model.prefix)
         store = self.recorder.store
         model.before = {
             "weights": {model.prefix + piece.name: store.put(piece.weight()) for piece in held},
             "buffers": {model.prefix + name: store.put(buffer) for name, buffer in buffers(model.module)},
         }
         if first:
-            self.recorder.note("start", **model.before, **self.described(model, held))
-
-    def described(self, model: Model, held: list[Piece]) -> dict[str, Any]:
-        module = model.module
-        return {
-            "pieces": {model.prefix + piece.name: piece.noted() for piece in held},
-            "batch_norms": [
-                name.rstrip(".")
-                for name, one in modules_of(module)
-                if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training
-            ],
-            "synchronized": any(isinstance(one, nn.SyncBatchNorm) for one in module.modules()),
-            "dropout": any(drops(one, self.settings.no_dropout) for one in module.modules()),
-        }
-
-    def fill(self, model: Model, held: list[Piece]) -> None:
-        """With the reference's weights."""
-        store = Store(self.folder.parent / "tensors")
-        start: dict[str, Any] = {"weights": {}, "buffers": {}}
-        for process in processes(self.folder.parent / str(self.settings.start)):
-            for event in process.of("start"):
-                start["weights"] |= event["weights"]
-                start["buffers"] |= event["buffers"]
-        with torch.no_grad():
-            for piece in held:
-                if (found := Stored.of(by_name(start["weights"], model.prefix + piece.name))) is not None:
-                    whole = store.get(found)
-                    piece.fill(moved_by_last_bit(whole) if self.settings.moved else whole)
-            for name, buffer in buffers(model.module):
-                if (found := Stored.of(by_name(start["buffers"], model.prefix + name))) is not None:
-                    buffer.copy_(store.get(found))
+            self.recorder.note("start", **model.before, **model.described(held, self.settings.no_dropout))
 
     # ---- backward --------------------------------------------------------------------------------------------
 
@@ -339,7 +256,7 @@ class Watcher:
         if self.watched is not None and not any(optimizer is one for one in self.watched):
             return None
         if self.stepping is not None and self.stepping is not optimizer:
-            if self.event is None and self.stepping is ours_around(optimizer):
+            if self.event is None and gives_gradients_late(self.stepping) and self.stepping.inner is optimizer:
                 self.gradients(self.stepping)
             return None
         number = self.number(optimizer)
@@ -349,7 +266,7 @@ class Watcher:
         self.stepping = optimizer
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            if getattr(optimizer, "inner", None) is None or ours_around(optimizer.inner) is not optimizer:
+            if not gives_gradients_late(optimizer):
                 self.gradients(optimizer)
             return None
 
@@ -389,7 +306,7 @@ class Watcher:
         mine: dict[str, Piece] = {}
         before: dict[str, Any] = {}
         inputs: list[Any] = []
-        for model in self.models_with(set(groups)):
+        for model in self.models.having(set(groups)):
             self.before(model)
             assert model.before is not None
             every = pieces(model.module)
@@ -440,12 +357,12 @@ class Watcher:
         weights: dict[str, Any] = {}
         kept: dict[str, Any] = {}
         held: set[int] = set()
-        for model in self.models_with(set(groups_of(optimizer))):
+        for model in self.models.having(set(groups_of(optimizer))):
             every = pieces(model.module)
             held |= {id(piece.parameter) for piece in every}
             weights |= {model.prefix + piece.name: store.put(piece.weight()) for piece in every}
             kept |= {model.prefix + name: store.put(buffer) for name, buffer in buffers(model.module)}
-            model.before, model.inputs, model.entry = None, [], None
+            model.begin_again()
         weights |= {piece.name: store.put(piece.weight()) for piece in outside(optimizer, held)}
         self.recorder.note("step", **event, weights=weights, buffers=kept)
         self.losses, self.norms, self.coarsest = [], [], None
@@ -455,18 +372,7 @@ class Watcher:
         """An optimizer has taken its steps and begins another: all others have had their turn."""
         self.recorder.note("done")
         self.done, self.stepping = True, None
-        self.models, self._tops = [], {}
-
-    def models_with(self, parameters: set[int]) -> list[Model]:
-        """Those that have one of these parameters."""
-        found = [one for one in self.models if any(id(p) in parameters for p in one.module.parameters())]
-        if not found:
-            for module in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
-                own = vars(module).get("_parameters", {}).values()
-                model = self.model_of(module) if any(id(p) in parameters for p in own) else None
-                if model is not None and model not in found:
-                    found.append(model)
-        return found
+        self.models.forget()
 
     def number(self, optimizer: Optimizer) -> int:
         """In the order of their first steps."""
@@ -478,112 +384,8 @@ class Watcher:
         return len(self.optimizers) - 1
 
 
-def groups_of(optimizer: Any) -> dict[int, int]:
-    """Parameter -> its group's number."""
-    if not isinstance(optimizer, Optimizer):
-        return deepspeed.groups_of(optimizer)
-    return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
-def outside(optimizer: Any, held: set[int]) -> list[Piece]:
-    """Its parameters that are in no module, by their number."""
-    if not isinstance(optimizer, Optimizer):
-        return []
-    strays = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
-    return [plain_piece(f"optimizer.{i}", parameter) for i, parameter in enumerate(strays)]
-
-
-def ours_around(optimizer: Any) -> Any:
-    """The `ShardedOptimizer` that has this one inside, and gives it the gradients only when it steps."""
-    known = sys.modules.get("lockstep.parallel.zero.sharded_optimizer")
-    if known is None:
-        return None
-    found = [one for one in gc.get_objects() if isinstance(one, known.ShardedOptimizer)]
-    return next((one for one in found if one.inner is optimizer), None)
-
-
-class Reordered:
-    """The rows of a batch in another order, and what comes out in the old one."""
-
-    def __init__(self, rows: int) -> None:
-        self.order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
-        self.inverse = torch.argsort(self.order)
-
-    def mixed(self, value: Any) -> Any:
-        return self._ordered(value, self.order)
-
-    def back(self, value: Any) -> Any:
-        return self._ordered(value, self.inverse)
-
-    def _ordered(self, value: Any, order: Tensor) -> Any:
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == len(order):
-            return value[order.to(value.device)]
-        return value
-
-
-def moved_by_last_bit(weight: Tensor) -> Tensor:
-    """Up or down, at random."""
-    if not weight.is_floating_point():
-        return weight
-    signs = torch.randint(2, weight.shape, generator=torch.Generator("cpu").manual_seed(2), device="cpu") * 2 - 1
-    return weight + weight * signs.to(weight) * (torch.finfo(weight.dtype).eps / 2)
-
-
-def by_name(known: dict[str, Any], name: str) -> Any:
-    """Also where one of the two models is in a module of the script's own, and its names are longer by that."""
-    if name in known:
-        return known[name]
-    ends = [other for other in known if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")]
-    return known[ends[0]] if len(ends) == 1 else None
-
-
 def place() -> tuple[int, int]:
     """(rank, ranks)"""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's own, in whose name the parameters have no prefix."""
-    found = [one for prefix, one in modules_of(module) if not prefix]
-    return found[-1]
-
-
-def drops(module: nn.Module, no_dropout: bool) -> bool:
-    """It has dropout, by the name that is usually given to it; `no_dropout` reaches all but the recurrent ones."""
-    if no_dropout and not isinstance(module, nn.RNNBase):
-        return False
-    named = {**vars(module), "dropout": getattr(module, "p", 0) if "Dropout" in type(module).__name__ else 0}
-    return module.training and any(
-        "drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in named.items()
-    )
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Of a group of parameters, what a line of JSON can say."""
-    found: dict[str, Any] = {}
-    for key, value in group.items():
-        if key != "params" and isinstance(value, Tensor) and value.numel() == 1:
-            found[key] = float(value)
-        elif key != "params" and isinstance(value, int | float | str | bool | tuple | list | None):
-            found[key] = value
-    return found
-
-
-def whole_number(norm: Any) -> float:
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def without(function: Callable[..., Any], name: str, position: int) -> Callable[..., Any]:
-    """The function, its argument of this name always 0."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position:
-            args = (*args[:position], 0.0, *args[position + 1 :])
-        else:
-            kwargs[name] = 0.0
-        return function(*args, **kwargs)
-
-    return called
