@@ -18,10 +18,11 @@ import lockstep.judge
 from lockstep.cli import main
 from lockstep.judge import ledger, samples
 from lockstep.judge.assemble import Side
+from lockstep.judge.changes import Settings
 from lockstep.judge.compare import Samples
 from lockstep.judge.holding import pieces
 from lockstep.judge.judging import Reference, reference_of
-from lockstep.judge.runs import Run
+from lockstep.judge.runs import Run, run
 from lockstep.judge.store import Process, Store, Stored
 from tests.judged.cases import CLEAN, FAULTS, ODD, Case, asked, candidate_command, judged, problem, reference_command
 
@@ -176,6 +177,30 @@ def test_nothing_of_the_users_is_changed(tmp_path: Path) -> None:
     assert subprocess.run([*command, "--steps", "9"], env=environment).returncode == 0
     alone, watched, moved, again = result.read_text().splitlines()
     assert alone == watched == again != moved
+
+
+SAYS_WHERE = """
+import os, sys
+with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as out:
+    print(os.environ["LOCAL_RANK"], os.environ["NCCL_HOSTID"], os.environ["NCCL_NET"], file=out)
+"""
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own(tmp_path: Path) -> None:
+    """As NCCL wants it, before the script reads its environment."""
+    script = tmp_path / "script.py"
+    script.write_text(SAYS_WHERE)
+    start = f"RANK=$rank LOCAL_RANK=$rank {sys.executable} {script} {tmp_path}"
+    run(f"for rank in 0 1; do {start}; done", tmp_path / "shared", Settings(share_gpu=True), 60)
+    (first, one, net), (second, other, _) = ((tmp_path / rank).read_text().split() for rank in "01")
+    assert (first, second, net) == ("0", "0", "Socket")
+    assert one != other
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_to_share(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["judge", "--reference", "true", "--candidate", "true", "--share-gpu"]) == 2
+    assert "--share-gpu was given, but torch sees no GPU here" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 python -m tests.judged.cases > docs/results/judge.txt      all of them
 python -m tests.judged.cases experts                        those with this word in their command
+python -m tests.judged.cases on_gpu                         those that need a GPU
 """
 
 import os
@@ -247,6 +248,29 @@ def clean() -> Iterator[Case]:
 CLEAN = list(clean())
 
 
+def on_gpu() -> Iterator[Case]:
+    """Two ranks of one GPU, over NCCL."""
+    for more in ("", "--bf16", "--accumulate 2", "--clip 0.1"):
+        for wrapper in ("ddp", "fsdp", "tp", "zero3"):
+            if (wrapper, more) != ("zero3", "--clip 0.1"):  # torch's clip_grad_norm_ sees a rank's pieces: an error
+                yield right(
+                    f"on_gpu.py plain {more}".strip(), f"on_gpu.py {wrapper} {more}".strip(), launcher="torchrun"
+                )
+    yield right("on_gpu.py plain", "on_gpu.py ddp", 4, launcher="torchrun")
+    yield right("on_gpu.py plain", "on_gpu.py ddp --compile", launcher="torchrun")
+    for fault, what, why in (
+        ("summed", "gradient", "summed over 2 ranks"),
+        ("bypassed", "gradient", "never reduced"),
+        ("same_samples", "input", "seen more than once"),
+    ):
+        yield wrong("on_gpu.py plain", f"on_gpu.py ddp --fault {fault}", what, why, launcher="torchrun")
+    yield wrong("on_gpu.py plain --accumulate 2", "on_gpu.py fsdp --accumulate 2 --fault undivided", "gradient",
+                "summed over", launcher="torchrun")  # fmt: skip
+
+
+ON_GPU = list(on_gpu())
+
+
 def reference_command(case: Case) -> str:
     script, *arguments = case.reference.split()
     return " ".join([sys.executable, str(HERE / script), *arguments])
@@ -276,7 +300,15 @@ def free_port() -> int:
 
 
 def asked(case: Case, candidate: str = "") -> Asked:
-    return Asked(reference_command(case), candidate, case.steps, case.same_start, case.no_dropout, timeout=case.timeout)
+    return Asked(
+        reference_command(case),
+        candidate,
+        case.steps,
+        case.same_start,
+        case.no_dropout,
+        timeout=case.timeout,
+        share_gpu="on_gpu.py" in case.candidate,
+    )
 
 
 def judged(case: Case, reference: Reference) -> Verdict:
@@ -329,6 +361,8 @@ def run_all(cases: list[Case]) -> Iterator[Line]:
 def main(words: list[str]) -> int:
     os.environ.setdefault("OUTPUT", "/tmp/judged")
     kinds = {"FAULTS": FAULTS, "RIGHT ONES": CLEAN, "ODD ONES": ODD}
+    if words == ["on_gpu"]:
+        kinds = {"TWO RANKS AND MORE OF ONE GPU, OVER NCCL": ON_GPU}
     bad, count = 0, 0
     for kind, every in kinds.items():
         chosen = [case for case in every if all(word in case.name for word in words)]

@@ -56,6 +56,8 @@ class JudgeArguments:
     """With --no-dropout nothing is dropped in either run."""
     strict: bool = False
     """Every bit must be equal: no allowance for rounding."""
+    share_gpu: bool = False
+    """All ranks of the candidate use the first GPU, over NCCL: their LOCAL_RANK is 0."""
     timeout: float = 300.0
     """Seconds in which a command must have come a step further."""
     json: str | None = None
@@ -84,7 +86,9 @@ def judged(arguments: JudgeArguments) -> int:
     from lockstep.judge.judging import Asked, judge
     from lockstep.judge.page import write_page
     from lockstep.judge.verdict import STATUS
+    from lockstep.launch.join import choose_device
 
+    choose_device("auto", 0, 1, arguments.share_gpu)  # refuses it where there is no GPU
     asked = Asked(
         reference=arguments.reference,
         candidate=arguments.candidate,
@@ -93,6 +97,7 @@ def judged(arguments: JudgeArguments) -> int:
         no_dropout=not arguments.dropout,
         strict=arguments.strict,
         timeout=arguments.timeout,
+        share_gpu=arguments.share_gpu,
     )
     screen = console()
 

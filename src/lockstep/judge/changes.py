@@ -28,6 +28,8 @@ class Settings:
     reordered: bool = False
     """So are the rows of each batch, which go through the model in another order."""
     no_dropout: bool = False
+    share_gpu: bool = False
+    """All ranks use the first GPU."""
 
 
 class Start:

@@ -29,6 +29,7 @@ class Asked:
     no_dropout: bool = False
     strict: bool = False
     timeout: float = 300.0
+    share_gpu: bool = False
 
 
 Say = Callable[[str], None]
@@ -117,7 +118,7 @@ def run_candidate(reference: Reference, asked: Asked, say: Say) -> tuple[Run, bo
     other: list[bool] = []
     reference.candidates += 1
     folder = reference.folder / f"candidate-{reference.candidates}"
-    settings = Settings(asked.steps, no_dropout=asked.no_dropout)
+    settings = Settings(asked.steps, no_dropout=asked.no_dropout, share_gpu=asked.share_gpu)
 
     def look(found: list[Process]) -> bool:
         if not other and found and len(found) == found[0].size and all(any(p.of("step")) for p in found):

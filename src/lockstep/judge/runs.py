@@ -18,6 +18,7 @@ import psutil
 from lockstep.judge.changes import Settings
 from lockstep.judge.ledger import RECORDED
 from lockstep.judge.store import Process, processes
+from lockstep.launch.join import share_gpu_environment
 
 LOG = "output.txt"
 LINES = 8
@@ -30,6 +31,8 @@ GRACE = 3.0
 """Seconds to end by itself."""
 WATCHED = "LOCKSTEP_JUDGE"
 """The variable by which a process knows where to record."""
+SHARES_GPU = "LOCKSTEP_JUDGE_SHARES_GPU"
+"""That by which each rank is its own host to NCCL, and its local rank 0."""
 
 
 @dataclass
@@ -69,6 +72,7 @@ def run(
         **os.environ,
         WATCHED: str(folder.absolute()),
         "PYTHONPATH": hook + (os.pathsep + path if path else ""),
+        **({**share_gpu_environment(0), SHARES_GPU: "1"} if settings.share_gpu else {}),
     }
     begun = time.monotonic()
     with (folder / LOG).open("wb") as log:

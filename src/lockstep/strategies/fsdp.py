@@ -26,7 +26,7 @@ from lockstep.parallel.zero.law import fsdp2, gathers
 from lockstep.parallel.zero.sharded_module import OUTSIDE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
-from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, reduce_now, widen
+from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, overlap_reductions, reduce_now, widen
 from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.native_mesh import data_axes, native_mesh
 from lockstep.strategies.state import first_names
@@ -52,6 +52,8 @@ class FSDP(Engine):
     reshards_micro_batches = True
     _kept: list[Any]
     """In a pipeline's step: blocks whose gradients have not been reduced."""
+    _in_flight: list[Any]
+    """In a pipeline's step: what is being reduced."""
     sums_tied_last = True
 
     @classmethod
@@ -102,6 +104,7 @@ class FSDP(Engine):
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage
         self._complete: set[Tensor] = set()
+        self._in_flight = []
         self.cuts = {name: region_of(p) for name, p in stage.named_parameters()}
         """Each parameter's region after other axes have cut it: `fully_shard` makes new parameters from that."""
         on_meta = any(p.device.type == "meta" for p in stage.parameters())
@@ -135,7 +138,10 @@ class FSDP(Engine):
             fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **options)
         # What lies outside the blocks is not resharded: backward begins with it.
         fully_shard(stage, reshard_after_forward=False, mp_policy=policy, **options)
-        for name, module in sharded_modules(stage):
+        modules = sharded_modules(stage)
+        if self._keeps_unsharded:
+            self._in_flight = overlap_reductions(stage, [module for _, module in modules])
+        for name, module in modules:
             observe(module, name or OUTSIDE, self.layout.world.device)
             if self.layout.world.device.type == "cpu":  # gloo's AVG has returned sums
                 module.set_force_sum_reduction_for_comms(True)
@@ -186,6 +192,9 @@ class FSDP(Engine):
         super().zero_gradients()
         self._complete.clear()
         self._kept = [module for _, module in sharded_modules(self.model)]
+
+    def finish_gradients(self) -> None:
+        self._in_flight.clear()
 
     def _reduce_in_backward_of(self, modules: list[Any]) -> None:
         """The next backward reduces gradients and releases parameters of these blocks; the others keep both."""

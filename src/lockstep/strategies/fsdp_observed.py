@@ -101,6 +101,32 @@ def reduce_now(module: Any) -> None:
         group.post_backward()
 
 
+def overlap_reductions(model: Any, modules: Collection[Any]) -> list[Any]:
+    """Let the reduce-scatters of all modules be in flight at once. FSDP2 lets only one be: backward waits for it before
+    it copies the next block's gradients, and in a pipeline so does the message to the stage before.
+
+    Returns what must be cleared when all reductions are complete: it holds what is being reduced.
+    """
+    held: list[Any] = []
+    if hasattr(model, "set_reduce_scatter_max_input_buffers"):  # torch 2.13
+        model.set_reduce_scatter_max_input_buffers(max(1, len(modules)))
+        return held
+    for group in (group for module in modules for group in parameter_groups(module)):
+        group.post_backward = unhurried(group.post_backward, group, held)
+    return held
+
+
+def unhurried(post_backward: Callable[[], Any], group: Any, held: list[Any]) -> Callable[[], Any]:
+    """`post_backward` of a group, which finds no earlier reduction to wait for."""
+
+    def called(*unused: Any) -> Any:
+        held.append(group.comm_ctx.reduce_scatter_state)
+        group.comm_ctx.reduce_scatter_state = None
+        return post_backward(*unused)
+
+    return called
+
+
 def end_backward(root: Any) -> None:
     """What FSDP2 does when all of backward has ended: the compute stream waits for the last reduction."""
     root._get_fsdp_state()._root_post_backward_final_callback()

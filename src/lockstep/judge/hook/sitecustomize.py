@@ -1,5 +1,6 @@
 """Python runs this before anything else in every process of a command that `lockstep judge` watches: its folder is the
-first of PYTHONPATH. It makes the watcher begin when torch has been imported, and changes nothing else.
+first of PYTHONPATH. It makes the watcher begin when torch has been imported, and changes nothing else; only where ranks
+are to share a GPU (`--share-gpu`) does each become its own host to NCCL, and take the first GPU.
 """
 
 import importlib.abc
@@ -65,6 +66,10 @@ def _go_on() -> None:
         spec.loader.exec_module(theirs)
 
 
+if os.environ.get("LOCKSTEP_JUDGE_SHARES_GPU"):
+    os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
+    if "LOCAL_RANK" in os.environ:  # by which scripts choose their device
+        os.environ["LOCAL_RANK"] = "0"
 if os.environ.get("LOCKSTEP_JUDGE"):
     sys.meta_path.insert(0, Torch())
     sys.meta_path.append(OursToo())

@@ -54,8 +54,11 @@ class FlatLayout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor in its own shape, as a view of `flat`."""
-        places = zip(self.starts, self.shapes, strict=True)
-        return [flat[start : start + shape.numel()].view(shape) for start, shape in places]
+        return [self.view(flat, index) for index in range(len(self.shapes))]
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        start, shape = self.starts[index], self.shapes[index]
+        return flat[start : start + shape.numel()].view(shape)
 
     def part(self, flat: Tensor, rank: int) -> Tensor:
         return flat[rank * self.part_length : (rank + 1) * self.part_length]

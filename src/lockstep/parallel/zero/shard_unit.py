@@ -66,6 +66,8 @@ class Reduction:
     """A reduce-scatter, or an all-reduce, in flight."""
 
     pending: Pending
+    source: Tensor
+    """What is reduced: must not be released or written to."""
     target: Tensor
     """Where this rank's part of the sum, or of the mean, arrives."""
     accumulates: bool
@@ -115,7 +117,7 @@ class ShardUnit:
         """Its reduction has been issued in this round."""
         self.gradient: Tensor | None = None
         """This rank's part of the mean gradient, in the parameters' own dtype."""
-        self.unreduced = UnreducedGradients(self.unsharded, self.reduce_dtype)
+        self.unreduced = UnreducedGradients(self.unsharded, self.layout, self.reduce_dtype)
         self._reduction: Reduction | None = None
         self._mean_is_kept = False
         """`gradient` has a mean of this round that is not in `.grad` yet: the next one is added to it."""
@@ -256,7 +258,9 @@ class ShardUnit:
 
     @torch.no_grad()
     def issue_reduce(self, buffer: Tensor) -> None:
-        """Lay the whole gradients end to end in `buffer`, and reduce them: each rank receives its part."""
+        """Lay the whole gradients end to end in `buffer`, unless they are there already, and reduce them: each rank
+        receives its part.
+        """
         self.finish_reduce()
         accumulates = self._mean_is_kept or self._earlier_mean_is_kept()
         if not self._mean_is_kept:
@@ -269,7 +273,7 @@ class ShardUnit:
                 continue
             if self._is_divided_before:
                 torch.mul(dense(gradient), 1.0 / self.group.size, out=view)
-            else:
+            elif gradient.data_ptr() != view.data_ptr():
                 view.copy_(dense(gradient))
             self.used[index] = True
         self.unreduced.drop()
@@ -280,7 +284,7 @@ class ShardUnit:
                 pending = all_reduce_async(buffer, group=self.group, purpose="gradients")
             else:
                 pending = reduce_scatter_async(target, buffer, group=self.group, purpose="gradients")
-        self._reduction = Reduction(pending, target, accumulates)
+        self._reduction = Reduction(pending, buffer, target, accumulates)
 
     @property
     def _is_divided_before(self) -> bool:

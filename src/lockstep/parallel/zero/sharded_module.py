@@ -84,7 +84,7 @@ class ShardedModule(GradientWrapper):
         broadcast_buffers(module, group)
         self._in_blocks = {unit for block in self.blocks if not block.is_root for unit in block.units}
         self._gradient_buffers = GradientBuffers(placement.device, group)
-        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
+        self.make_gradient_buffers()
 
     def _make_units(self, shard: ShardBy | None, initialize: Initialize) -> None:
         chosen = dict(chosen_blocks(self.module, shard))
@@ -183,7 +183,7 @@ class ShardedModule(GradientWrapper):
         """Between two steps the user may have frozen parameters, or unfrozen them."""
         for unit in self.units():
             unit.follow_freezing()
-        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
+        self.make_gradient_buffers()
 
     def cast(self, values: Any, dtype: torch.dtype | None) -> Any:
         """Cast every floating-point tensor among the values to `dtype`, if one is given."""
@@ -194,6 +194,10 @@ class ShardedModule(GradientWrapper):
         return tree_unflatten([v.to(dtype) if so else v for v, so in zip(flat, floats, strict=True)], shape)
 
     # ---- reductions ------------------------------------------------------------------------------------------
+
+    def make_gradient_buffers(self) -> None:
+        """Unless those that there are serve all units that train."""
+        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
 
     def reduce(self, unit: ShardUnit) -> None:
         """Issue it."""

@@ -6,7 +6,9 @@ after each, would multiply the traffic by the number of micro-batches. So, per s
 1. `begin_step` issues the all-gathers of all blocks (Ψ(n-1)/n bytes), in the order of forward, and each block waits for
    its own. Later stages stand idle until the first micro-batch reaches them, and gather meanwhile
 2. parameters stay unsharded, and gradients accumulate unsharded (in `reduce_dtype`), until the last backward pass
-3. in the last pass that adds to a unit's gradients, the unit is reduce-scattered as soon as it is complete (Ψ(n-1)/n)
+3. in the last pass that adds to a unit's gradients, the unit is reduce-scattered as soon as it is complete (Ψ(n-1)/n),
+   from where they have accumulated: no unit waits for the buffer of another, which would hold up the pass and the
+   message to the stage before
 4. `finish_gradient_synchronization` reduces the rest, waits for all of it, and releases the unsharded parameters
 
 2Ψ(n-1)/n in all, as ZeRO 1 and 2. Between steps a rank holds its n-th of parameters and optimizer state; during a step
@@ -84,8 +86,7 @@ class ShardedStage(ShardedModule):
         if parameter in self._watched:
             return
         self._watched.add(parameter)
-        if unit.reduce_dtype != unit.dtype:
-            parameter.register_post_accumulate_grad_hook(lambda _: unit.unreduced.widen(index))
+        parameter.register_post_accumulate_grad_hook(lambda _: unit.unreduced.move(index))
         self.watch(parameter)
 
     def _before_block(self, block: ShardedBlock) -> Any:
@@ -114,6 +115,12 @@ class ShardedStage(ShardedModule):
         while self._issued < len(self._order) and not self._missing[self._order[self._issued]]:
             self.reduce(self._order[self._issued])
             self._issued += 1
+
+    def make_gradient_buffers(self) -> None:
+        """None: every unit is reduced where its gradients have accumulated."""
+
+    def reduce(self, unit: ShardUnit) -> None:
+        unit.issue_reduce(unit.unreduced.buffer())
 
     def reduction_order(self) -> list[ShardUnit]:
         return self._order
