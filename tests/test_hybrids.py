@@ -259,3 +259,11 @@ def test_a_pass_without_all_gradients() -> None:
     plain, *others = on_ranks(losses_with_an_unused_parameter, 4, names)[0]
     for name, losses in zip(names[1:], others, strict=True):
         assert losses == pytest.approx(plain, abs=1e-5), name
+
+
+def test_a_filler_is_recomputed_as_it_was_computed(tmp_path: Path) -> None:
+    """Without dropout, in both: three of four micro-batches of one sample have none."""
+    flags = "--model.name gpt --model.layers 2 --model.dropout 0.1 --data.name synthetic --data.samples 4"
+    steps = "--train.recompute full --train.batch-size 1 --train.steps 1 --train.evaluate-batches 1"
+    command = f"train {flags} {steps} --parallel.pp 2 --nproc 2 --device cpu --run-dir {tmp_path}"
+    assert main(command.split()) == 0

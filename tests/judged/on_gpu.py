@@ -72,7 +72,7 @@ elif given.wrapper == "zero3":
     model = lockstep.FullyShardedDataParallel(model)
 if given.compile:
     model = torch.compile(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=given.wrapper != "tp")
 data = torch.randint(256, (12, 16, 33), generator=torch.Generator().manual_seed(2))
 mine, of = (0, 1) if given.wrapper == "tp" else (rank, ranks)
 if given.fault == "same_samples":

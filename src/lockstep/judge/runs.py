@@ -25,6 +25,8 @@ LINES = 8
 """Of what a command has said last, to be shown when it failed."""
 ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
 """The last line of a traceback."""
+OF_TORCHRUN = "ChildFailedError"
+"""What torchrun says of a rank's error, and not the error."""
 LEAST_DISK = 1_000_000
 POLL = 0.05
 GRACE = 3.0
@@ -134,7 +136,7 @@ def said_last(folder: Path) -> str:
         log.seek(max(0, (folder / LOG).stat().st_size - 200_000))
         lines = log.read().decode(errors="replace").splitlines()
     last = lines[-LINES:]
-    errors = [line for line in lines[:-LINES] if ERROR.match(line)]
+    errors = [line for line in lines[:-LINES] if ERROR.match(line) and OF_TORCHRUN not in line]
     return "\n".join(f"    {line[:200]}" for line in [*errors[-1:], *last])
 
 

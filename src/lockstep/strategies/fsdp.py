@@ -194,14 +194,16 @@ class FSDP(Engine):
         self._kept = [module for _, module in sharded_modules(self.model)]
 
     def finish_gradients(self) -> None:
-        self._in_flight.clear()
+        if self._keeps_unsharded and is_sharded(self.model):
+            end_backward(self.model, is_last=True)
+            self._in_flight.clear()
 
     def _reduce_in_backward_of(self, modules: list[Any]) -> None:
         """The next backward reduces gradients and releases parameters of these blocks; the others keep both."""
         for _, module in sharded_modules(self.model):
             module.set_requires_gradient_sync(module in modules, recurse=False)
             module.set_reshard_after_backward(module in modules, recurse=False)
-            module.set_is_last_backward(bool(modules))
+            module.set_is_last_backward(False)  # at whose end the compute stream waits for all reductions
 
     def release(self) -> None:
         for _, module in sharded_modules(self.model):

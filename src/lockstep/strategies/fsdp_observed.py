@@ -127,8 +127,11 @@ def unhurried(post_backward: Callable[[], Any], group: Any, held: list[Any]) -> 
     return called
 
 
-def end_backward(root: Any) -> None:
-    """What FSDP2 does when all of backward has ended: the compute stream waits for the last reduction."""
+def end_backward(root: Any, is_last: bool = False) -> None:
+    """What FSDP2 does when a backward has ended. When the last one has, the compute stream waits for all reductions:
+    in a pipeline not before the gradients have been sent to the stage before.
+    """
+    root.set_is_last_backward(is_last)
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 

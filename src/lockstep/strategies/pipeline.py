@@ -120,9 +120,9 @@ class PipelineWorker(Worker):
             stack.enter_context(self.engine.accumulate())
         if instruction.kind == "forward":
             stack.enter_context(self.precision())
-            if step.micro_batches[instruction.micro_batch].filler:  # it leaves running statistics alone
-                self.stage.eval()
-                stack.callback(self.stage.train)
+        if step.micro_batches[instruction.micro_batch].filler:  # it leaves running statistics alone, also recomputed
+            self.stage.eval()
+            stack.callback(self.stage.train)
         return stack
 
     def _completed_by(self, instruction: Instruction) -> set[Tensor]:
