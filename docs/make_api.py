@@ -20,6 +20,7 @@ CHAPTERS = {
     "Tensor parallel": ("tensor_parallel", "vocab_parallel_cross_entropy"),
     "Pipeline parallel": ("Pipeline", "pipeline_schedule"),
     "Context parallel": ("shard_sequence", "gather_sequence", "ring_attention", "ulysses_attention"),
+    "Experts": ("MixtureOfExperts", "expert_parallel"),
     "Mistakes": ("UserError",),
 }
 HEAD = """# API reference

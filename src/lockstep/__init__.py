@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.user_loop import load, save
     from lockstep.data import shard_batch
     from lockstep.launch.user_loop import init, spawn
+    from lockstep.models.experts import MixtureOfExperts
     from lockstep.parallel import (
         DataParallel,
         FullyShardedDataParallel,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         ShardedDataParallel,
         ShardedOptimizer,
         clip_grad_norm_,
+        expert_parallel,
         gather_sequence,
         pipeline_schedule,
         ring_attention,
@@ -34,11 +36,13 @@ __all__ = [
     "DataParallel",
     "FullyShardedDataParallel",
     "LocalSGD",
+    "MixtureOfExperts",
     "Pipeline",
     "ShardedDataParallel",
     "ShardedOptimizer",
     "UserError",
     "clip_grad_norm_",
+    "expert_parallel",
     "gather_sequence",
     "init",
     "load",
@@ -57,10 +61,12 @@ _HOMES = {
     "DataParallel": "lockstep.parallel",
     "FullyShardedDataParallel": "lockstep.parallel",
     "LocalSGD": "lockstep.parallel",
+    "MixtureOfExperts": "lockstep.models.experts",
     "Pipeline": "lockstep.parallel",
     "ShardedDataParallel": "lockstep.parallel",
     "ShardedOptimizer": "lockstep.parallel",
     "clip_grad_norm_": "lockstep.parallel",
+    "expert_parallel": "lockstep.parallel",
     "gather_sequence": "lockstep.parallel",
     "init": "lockstep.launch.user_loop",
     "load": "lockstep.checkpoint.user_loop",

@@ -97,15 +97,24 @@ def note_end(work: dist.Work, entry: Entry, device: torch.device, group: Group) 
 
 
 def _issue(
-    operation: str, payload: Tensor, purpose: str, group: Group, start: Callable[[], dist.Work | None], parts: int = 1
+    operation: str,
+    payload: Tensor,
+    purpose: str,
+    group: Group,
+    start: Callable[[], dist.Work | None],
+    parts: int = 1,
+    nbytes: int | None = None,
 ) -> Pending:
-    """Issue it, and record it. `payload`: the whole array that it carries, or one of its equal `parts`."""
+    """Issue it, and record it. `payload`: the whole array that it carries, or one of its equal `parts`. `nbytes`: of
+    the whole, where its parts are not equal.
+    """
     if group.size == 1:
         return Pending(None)
-    ledger, nbytes = active_ledger(), payload.nbytes * parts
+    ledger = active_ledger()
     if ledger is None:
         return Pending(start())
-    entry, work = ledger.add(operation, purpose, group, nbytes), start()
+    entry = ledger.add(operation, purpose, group, payload.nbytes * parts if nbytes is None else nbytes)
+    work = start()
     if work is not None:
         note_end(work, entry, payload.device, group)
     return Pending(work, entry, ledger.device)
@@ -206,13 +215,28 @@ def reduce_scatter(
     return output
 
 
-def all_to_all_async(output: Tensor, tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER) -> Pending:
-    """Begin to send the r-th part of `tensor`'s rows to rank r; `output` is what the ranks send us, in their order."""
+def all_to_all_async(
+    output: Tensor,
+    tensor: Tensor,
+    group: GroupLike = None,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+    *,
+    purpose: str = OTHER,
+) -> Pending:
+    """Begin to send the r-th part of `tensor`'s rows to rank r; `output` is what the ranks send us, in their order.
+
+    `sent`, `received`: rows of each part; None: equal parts.
+    """
     group = group_of(group)
     if group.size == 1:
         output.copy_(tensor)
-    start = _starting(tensor, group, partial(dist.all_to_all_single, output, tensor))
-    return _issue("all_to_all", tensor, purpose, group, start)
+    start = _starting(tensor, group, partial(dist.all_to_all_single, output, tensor, received, sent))
+    nbytes = None
+    if sent is not None and group.size > 1:  # of an array of which all but an n-th leaves this rank
+        leaving = tensor.nbytes * (sum(sent) - sent[group.rank]) // max(1, sum(sent))
+        nbytes = round(leaving * group.size / (group.size - 1))
+    return _issue("all_to_all", tensor, purpose, group, start, nbytes=nbytes)
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: GroupLike = None, *, purpose: str = OTHER) -> Tensor:

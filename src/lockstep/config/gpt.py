@@ -1,6 +1,6 @@
 """All numbers of a GPT, from what a config says of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.config.schema import GPT
 from lockstep.errors import UserError
@@ -32,6 +32,17 @@ class Shape:
     attention: str = "auto"
     residual: str = "fp32"
     own_gelu: bool = False
+    experts: int = 0
+    active: int = 2
+    expert_width: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    scoring: str = "softmax"
+    normalize: bool = True
+    balance: str = "loss"
+    balance_coefficient: float = 0.01
+    z_loss: float = 0.0
+    capacity: float | None = None
 
     @property
     def head_size(self) -> int:
@@ -40,9 +51,14 @@ class Shape:
     @property
     def mlp_width(self) -> int:
         """4 d for GELU; 8/3 d, rounded up to a multiple of 64, for SwiGLU, whose third matrix evens the count."""
-        if self.activation == "gelu":
-            return 4 * self.d_model
+        return 4 * self.d_model if self.activation == "gelu" else self.swiglu_width
+
+    @property
+    def swiglu_width(self) -> int:
         return -(-8 * self.d_model // (3 * 64)) * 64
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers
 
 
 def gpt_shape(config: GPT, classes: int) -> Shape:
@@ -60,7 +76,7 @@ def gpt_shape(config: GPT, classes: int) -> Shape:
     vocabulary = config.vocabulary or classes
     if vocabulary < classes:
         raise UserError(f"model.vocabulary is {vocabulary}, but the data set has {classes} different tokens")
-    return Shape(
+    shape = Shape(
         d_model=d_model,
         layers=layers,
         heads=heads,
@@ -75,4 +91,32 @@ def gpt_shape(config: GPT, classes: int) -> Shape:
         attention=config.attention,
         residual=config.residual,
         own_gelu=config.own_gelu,
+        experts=config.experts,
+        active=config.active,
+        expert_width=config.expert_width or 0,
+        shared_experts=config.shared_experts,
+        dense_layers=config.dense_layers,
+        scoring=config.scoring,
+        normalize=config.normalize,
+        balance=config.balance,
+        balance_coefficient=config.balance_coefficient,
+        z_loss=config.z_loss,
+        capacity=config.capacity,
     )
+    return check_experts(shape)
+
+
+def check_experts(shape: Shape) -> Shape:
+    """With the width of an expert, where there are any."""
+    if not shape.experts:
+        return shape
+    if shape.active > shape.experts:
+        raise UserError(
+            f"model.active is {shape.active}, but a token cannot take more experts than model.experts {shape.experts}"
+        )
+    if shape.dense_layers >= shape.layers:
+        raise UserError(
+            f"model.dense_layers {shape.dense_layers} leaves no block of {shape.layers} with experts; use fewer, or "
+            f"set model.experts 0"
+        )
+    return replace(shape, expert_width=shape.expert_width or max(1, shape.swiglu_width // shape.active))

@@ -99,6 +99,28 @@ class GPT:
     and fsdp always take the latter)."""
     own_gelu: bool = False
     """On a GPU, gelu and its bias by a kernel of our own."""
+    experts: Natural = 0
+    """Experts of each block, in the place of its MLP. 0: the MLP."""
+    active: Width = 2
+    """Experts that a token takes."""
+    expert_width: Width | None = None
+    """Width of one expert's SwiGLU. None: the MLP's, divided by `active`."""
+    shared_experts: Natural = 0
+    """So many more experts, as one MLP that every token passes."""
+    dense_layers: Natural = 0
+    """The first blocks have an MLP all the same."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router scores experts."""
+    normalize: bool = True
+    """The weights of a token's experts sum to one."""
+    balance: Literal["none", "loss", "bias"] = "loss"
+    """What makes the router use all experts: an auxiliary loss, or a bias that moves after each step."""
+    balance_coefficient: Share = 0.01
+    """Of the auxiliary loss, or how far a bias moves in a step."""
+    z_loss: Amount = 0.0
+    """Of the mean square of the router's logsumexp, which keeps its logits small."""
+    capacity: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = None
+    """An expert takes at most this many times its equal share of the tokens. None: none is dropped."""
 
 
 @dataclass
@@ -271,6 +293,14 @@ class Parallel:
     """With cp: keys and values go round the ranks, or ranks exchange positions for heads."""
     tp: Count = 1
     """Tensor parallel: ranks that have other rows or columns of the same matrices, and read the same samples."""
+    ep: Count = 1
+    """Expert parallel: ranks that hold other experts. They are ranks that hold copies of the rest of the model
+    (replicate, shard, cp), and with tp also those of tp: the product of the degrees stays the number of ranks."""
+    cut_experts: bool = False
+    """With tp and ep: each expert is cut along its width over the tp ranks too, instead of being whole on one rank.
+    With tp alone it always is."""
+    expert_halves: bool = False
+    """With ep: tokens go to their experts in two halves, of which one travels while the other is computed."""
     sequence: bool = False
     """With tp: what lies between the matrices is cut too, along its positions (sequence parallel)."""
     keep_gathered: bool = False

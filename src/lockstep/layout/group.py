@@ -57,6 +57,14 @@ def group_of(given: GroupLike = None, axis: str = "world") -> Group:
     return Group(axis, dist.get_rank(given), dist.get_world_size(given), given)
 
 
+def replicas_of(parameter: Any, others: Group) -> Group:
+    """The ranks that hold copies of a parameter: `others`, which hold copies of the model, unless it says so itself (an
+    expert has fewer copies).
+    """
+    found: Group = getattr(parameter, "replicas", others)
+    return found
+
+
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 

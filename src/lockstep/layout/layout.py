@@ -59,6 +59,29 @@ class Layout:
         """The ranks that differ from this one in these axes only."""
         return self._groups[self._spanned(axes)]
 
+    def experts(self, ep: int, over_tp: bool) -> tuple[Group, Group, Group]:
+        """(the ranks that share the experts, those that hold the same ones, all of them). Experts are folded over the
+        ranks that hold replicas of the dense parts, and `over_tp` over the tp ranks too: neighbours share the experts.
+        """
+        axes = ("replicate", "shard", "cp", *(("tp",) if over_tp else ()))
+        if self.group(*axes).size == 1:
+            return ALONE, ALONE, ALONE
+        ranks = self._ranks(axes)
+        block, place = divmod(ranks.index(self.world.rank), ep)
+        return (
+            self._group_of("ep", ranks[block * ep : (block + 1) * ep]),
+            self._group_of("replicas of experts", ranks[place::ep]),
+            self.group(*axes),
+        )
+
+    def _group_of(self, axis: str, ranks: list[int]) -> Group:
+        if len(ranks) == 1:
+            return ALONE
+        whole = self.world.group or dist.group.WORLD  # by the backend that this world has chosen, or the first one
+        made = whole if len(ranks) == self.world.size else self._new_group(ranks, axis)
+        assert made is not None
+        return Group(axis, ranks.index(self.world.rank), len(ranks), made)
+
     def _spanned(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """An axis of degree 1 joins no ranks."""
         return tuple(axis for axis in AXES if axis in axes and self._degree[axis] > 1)
@@ -66,11 +89,7 @@ class Layout:
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         if not axes:
             return ALONE
-        ranks = self._ranks(axes)
-        whole = self.world.group or dist.group.WORLD  # by the backend that this world has chosen, or the first one
-        made = whole if len(ranks) == self.world.size else self._new_group(ranks, " x ".join(axes))
-        assert made is not None
-        return Group(" x ".join(axes), ranks.index(self.world.rank), len(ranks), made)
+        return self._group_of(" x ".join(axes), self._ranks(axes))
 
     def _new_group(self, ranks: list[int], axes: str = "alone") -> dist.ProcessGroup:
         return shared_group(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.config.gpt import SIZES, Shape
+from lockstep.models.experts import Experts, MixtureOfExperts, Router
 from lockstep.models.kernels import usable_on
 
 __all__ = ["GPT", "SIZES", "Shape"]
@@ -158,15 +159,37 @@ class FeedForward(nn.Module):
         return y
 
 
+def make_experts(shape: Shape) -> MixtureOfExperts:
+    """They begin as the MLPs do."""
+    moe = MixtureOfExperts(
+        shape.d_model,
+        shape.expert_width,
+        shape.experts,
+        shape.active,
+        scoring=cast(Any, shape.scoring),
+        normalize=shape.normalize,
+        shared=shape.shared_experts,
+        balance=cast(Any, shape.balance),
+        balance_coefficient=shape.balance_coefficient,
+        z_loss=shape.z_loss,
+        capacity=shape.capacity,
+    )
+    moe.router.initial_std = 0.02
+    moe.experts.initial_std = {"gate": 0.02, "up": 0.02, "down": 0.02 / (2 * shape.layers) ** 0.5}
+    if moe.shared is not None:
+        ends_branch(moe.shared.down, shape)
+    return moe
+
+
 class TransformerBlock(nn.Module):
     """Norm, attention, norm, MLP; each pair added to the residual stream."""
 
-    def __init__(self, shape: Shape, positions: Positions) -> None:
+    def __init__(self, shape: Shape, positions: Positions, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm = make_norm(shape)
         self.attention = Attention(shape, positions)
         self.mlp_norm = make_norm(shape)
-        self.mlp = FeedForward(shape)
+        self.mlp = make_experts(shape) if shape.has_experts(layer) else FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -183,7 +206,7 @@ class GPT(nn.Module):
         self.shape, self.positions = shape, Positions()
         self.token_embedding = nn.Embedding(shape.vocabulary, shape.d_model)
         self.position_embedding = nn.Embedding(shape.context, shape.d_model) if shape.position == "learned" else None
-        self.blocks = nn.ModuleList(TransformerBlock(shape, self.positions) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape, self.positions, i) for i in range(shape.layers))
         self.norm = make_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocabulary, bias=False)
         self.apply(self.initialize)
@@ -197,7 +220,7 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=getattr(module, "initial_std", 0.02))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | Router | Experts):
             module.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -233,18 +256,26 @@ class GPT(nn.Module):
             "token_embedding": "vocab",
             "blocks.*.attention.qkv": "column",
             "blocks.*.attention.output": "row",
-            "blocks.*.mlp.up": "column",
-            "blocks.*.mlp.down": "row",
             "head": "column:gather",
         }
+        shape = self.shape
+        if not shape.experts or shape.dense_layers:
+            plan |= {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
+        if shape.experts and shape.shared_experts:
+            kinds = {"gate": "column", "up": "column", "down": "row"}
+            plan |= {f"blocks.*.mlp.shared.{name}": kind for name, kind in kinds.items()}
         return plan if self.position_embedding is None else {**plan, "position_embedding": "sequence"}
 
     def forward_flops(self) -> int:
         """Multiplications and additions of one sequence's forward pass, attention counted without its causal half."""
         shape = self.shape
         kv_width = shape.kv_heads * shape.head_size
-        per_layer = shape.d_model * (2 * shape.d_model + 2 * kv_width)
-        per_layer += shape.d_model * shape.mlp_width * (3 if shape.activation == "swiglu" else 2)
-        matrices = shape.layers * per_layer + shape.d_model * shape.vocabulary
+        attention_weights = shape.layers * shape.d_model * (2 * shape.d_model + 2 * kv_width)
+        mlp = shape.d_model * shape.mlp_width * (3 if shape.activation == "swiglu" else 2)
+        active = 3 * shape.d_model * shape.expert_width * (shape.active + shape.shared_experts)
+        active += shape.d_model * shape.experts  # the router
+        experts = sum(shape.has_experts(layer) for layer in range(shape.layers))
+        matrices = attention_weights + (shape.layers - experts) * mlp + experts * active
+        matrices += shape.d_model * shape.vocabulary
         attention = 2 * shape.layers * shape.context * shape.d_model  # QK^T and AV, per token
         return 2 * shape.context * (matrices + attention)

@@ -5,9 +5,11 @@ names and all: only their `forward` is called through torch.utils.checkpoint, wh
 (dropout). Strategies that hook into blocks (zero3, fsdp) do so around it.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,3 +44,17 @@ def _some(modules: list[nn.Module], mode: str, otherwise: str) -> list[nn.Module
     if not modules:
         raise UserError(f"train.recompute is {mode}, but the model {otherwise}")
     return modules
+
+
+def when_backward_is_over(callback: Callable[[], None]) -> None:
+    """Call it only inside a backward pass. It needs one private name of torch, which DDP and FSDP use too."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_is_running() -> bool:
+    """On this thread: a forward pass now is one that is recomputed."""
+    try:
+        when_backward_is_over(lambda: None)
+    except RuntimeError:  # callbacks are queued during a backward pass only
+        return False
+    return True

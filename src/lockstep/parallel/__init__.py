@@ -1,7 +1,8 @@
-"""The mechanisms by hand, a folder each: data, zero, tensor, pipeline, context. Usable in a user's own loop.
+"""The mechanisms by hand, a folder each: data, zero, tensor, pipeline, context, experts. Usable in a user's own loop.
 
-Begin with `data/data_parallel.py`, `zero/fully_sharded.py`, `tensor/parallel_linear.py`, `pipeline/schedule.py` and
-`context/context_parallel.py`. `gradient_norm.py`, `holding.py` and `guards.py` serve all of them.
+Begin with `data/data_parallel.py`, `zero/fully_sharded.py`, `tensor/parallel_linear.py`, `pipeline/schedule.py`,
+`context/context_parallel.py` and `experts/expert_parallel.py`. `gradient_norm.py`, `holding.py` and `guards.py` serve
+all of them.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     )
     from lockstep.parallel.data.data_parallel import DataParallel
     from lockstep.parallel.data.local_sgd import LocalSGD
+    from lockstep.parallel.experts.expert_parallel import expert_parallel
     from lockstep.parallel.gradient_norm import clip_grad_norm_
     from lockstep.parallel.pipeline.pipeline import Pipeline
     from lockstep.parallel.pipeline.schedule import pipeline_schedule
@@ -38,6 +40,7 @@ __all__ = [
     "ShardedOptimizer",
     "VocabParallelEmbedding",
     "clip_grad_norm_",
+    "expert_parallel",
     "gather_sequence",
     "pipeline_schedule",
     "ring_attention",
@@ -58,6 +61,7 @@ _HOMES = {
     "ShardedOptimizer": "lockstep.parallel.zero.sharded_optimizer",
     "VocabParallelEmbedding": "lockstep.parallel.tensor.parallel_linear",
     "clip_grad_norm_": "lockstep.parallel.gradient_norm",
+    "expert_parallel": "lockstep.parallel.experts.expert_parallel",
     "gather_sequence": "lockstep.parallel.context.context_parallel",
     "pipeline_schedule": "lockstep.parallel.pipeline.schedule",
     "ring_attention": "lockstep.parallel.context.context_parallel",

@@ -13,6 +13,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "shard": {},
     "cp": {"ring": {"attention": "ring"}, "ulysses": {"attention": "ulysses"}},
     "tp": {"sequence": {"sequence": True}, "keep_gathered": {"keep_gathered": True}},
+    "ep": {"cut": {"cut_experts": True}, "halves": {"expert_halves": True}},
 }
 """Axis -> the options that may follow its degree, and the fields that they set."""
 MODEL_AXES = ("pp", "cp", "tp")
@@ -51,8 +52,10 @@ def strategy_name(parallel: Parallel) -> str:
         "pp": f":{parallel.schedule}",
         "cp": f":{parallel.attention}" if parallel.attention != "ring" else "",
         "tp": ":sequence" * parallel.sequence + ":keep_gathered" * parallel.keep_gathered,
+        "ep": ":cut" * parallel.cut_experts + ":halves" * parallel.expert_halves,
     }
-    degrees = {axis: degree for axis, degree in model_degrees(parallel).items() if degree > 1}
+    degrees = {**model_degrees(parallel), "ep": parallel.ep}
+    degrees = {axis: degree for axis, degree in degrees.items() if degree > 1}
     by = {axis: f":{NATIVE}" if axis in parallel.native else "" for axis in degrees}
     axes = "".join(f",{axis}={degree}{said[axis]}{by[axis]}" for axis, degree in degrees.items())
     return f"{parallel.data}{options}{axes}"

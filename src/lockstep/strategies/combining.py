@@ -8,10 +8,12 @@ from lockstep.errors import UserError
 from lockstep.parallel.pipeline.schedule import check_schedule
 from lockstep.parallel.pipeline.stage import layers_of
 from lockstep.strategies.context import check_context
+from lockstep.strategies.experts import check_expert_axis
 from lockstep.strategies.native_context import CHUNK
 from lockstep.strategies.native_pipeline import check_native_pipeline
 from lockstep.strategies.native_tensor import check_native_tensor
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
+from lockstep.strategies.table import STRATEGIES
 from lockstep.strategies.tensor import check_tensor
 
 
@@ -29,6 +31,9 @@ def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:
     """Sizes that degrees do not divide, fewer layers than stages, micro-batches that do not fit a schedule. `model` may
     be on the meta device.
     """
+    micro_batches = accumulation if parallel.pp == 1 else micro_batches_of(parallel, accumulation)
+    taken = [name for name, engine in STRATEGIES.items() if engine.takes_experts]
+    check_expert_axis(model, parallel, micro_batches, parallel.data in taken, ", ".join(taken))
     check_tensor(model, parallel.tp, parallel.sequence)
     if "tp" in parallel.native and parallel.tp > 1:
         check_native_tensor(model, parallel.tp)

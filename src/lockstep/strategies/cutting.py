@@ -1,10 +1,11 @@
-"""The axes that cut the model itself: stages, matrices, positions; by hand, or by PyTorch where the config says so."""
+"""The axes that cut the model itself: stages, experts, matrices, positions; by hand, or by PyTorch on request."""
 
 import torch
 from torch import nn
 
 from lockstep.layout import Layout
 from lockstep.strategies.context import cut_positions
+from lockstep.strategies.experts import cut_experts
 from lockstep.strategies.native_context import attend_by_torch
 from lockstep.strategies.native_tensor import cut_by_dtensor
 from lockstep.strategies.options import Options
@@ -20,12 +21,13 @@ def cut_model(
     parallel, degrees = options.parallel, layout.degrees
     plan = TensorPlan.of(model, degrees.tp, options.loss)
     model = cut_into_stages(model, layout, parallel)
+    apart = cut_experts(model, layout, parallel)
     by_dtensor = "tp" in parallel.native and degrees.tp > 1
     if by_dtensor:
         model.to(place, options.dtype)  # a DTensor that moves loses its hooks
         measure = cut_by_dtensor(model, plan, layout, parallel.sequence)
     else:
-        measure = cut_tensors(model, plan, layout.group("tp"), parallel)
+        measure = cut_tensors(model, plan, layout.group("tp"), parallel, apart)
     if "cp" in parallel.native and degrees.cp > 1:
         return model, Cut(measure, attend_by_torch(model, layout)), by_dtensor
     cut_positions(model, layout.group("cp"), parallel.attention)

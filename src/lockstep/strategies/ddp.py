@@ -7,11 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.comm.collectives import all_reduce_mean
 from lockstep.comm.observe import GroupOfDDP
 from lockstep.config import Parallel
+from lockstep.layout.group import replicas_of
 from lockstep.parallel.data.wrapper import broadcasts_weights
 from lockstep.parallel.law import Sent, all_reduce
 from lockstep.parallel.pipeline.stage import SYNCHRONIZE
+from lockstep.parallel.pipeline.tied import gradient_or_zeros
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
 from lockstep.strategies.model_sizes import ModelSizes
@@ -24,6 +27,7 @@ class DDP(Engine):
     """PyTorch's DistributedDataParallel."""
 
     sums_tied_last = True
+    takes_experts = True
     reduces_by_chunk = False
     _reduced_in_backward = False
 
@@ -38,12 +42,21 @@ class DDP(Engine):
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage
+        self._experts: list[nn.Parameter] = []
+        """That are spread over ranks: DDP does not know of them."""
         self.group: GroupOfDDP | None = None
         self._missing: set[Tensor] = set()
         """In a pipeline: parameters that the pass that reduces has given no gradient."""
         self.optimizer = self.options.make_optimizer(self.trainable())
         if self.layout.gradient.size == 1 or not self.trainable():
             return
+        experts = {
+            name
+            for name, p in stage.named_parameters()
+            if replicas_of(p, self.layout.gradient).size < self.layout.gradient.size
+        }
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, experts)
+        self._experts = [p for name, p in stage.named_parameters() if name in experts and p.requires_grad]
         # Without buffers, DDP broadcasts only once: rank 0's order of buckets, after the first step.
         broadcasts = "buffers" if any(True for _ in stage.buffers()) else "setup"
         self.group = GroupOfDDP(self.layout.gradient, broadcasts)
@@ -91,3 +104,7 @@ class DDP(Engine):
     def finish_gradients(self) -> None:
         if self.group is not None:
             self.group.waits_until_now(self.layout.world.device)
+        for parameter in self._experts:
+            all_reduce_mean(
+                gradient_or_zeros(parameter), replicas_of(parameter, self.layout.gradient), purpose="gradients"
+            )

@@ -52,6 +52,8 @@ class Engine(ABC):
     offloads: ClassVar[tuple[str, ...]] = ()
     offloads_from_cpu: ClassVar[bool] = False
     """It offloads also where ranks compute on the CPU."""
+    takes_experts: ClassVar[bool] = False
+    """It reduces gradients of experts over their replicas, and of all else over all ranks."""
     native_axes: ClassVar[tuple[str, ...]] = ("cp",)
     """Axes that PyTorch may cut: the engine supports DTensors, or does not need to."""
     takes_user_config: ClassVar[bool] = False

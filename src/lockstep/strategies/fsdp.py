@@ -18,8 +18,10 @@ from lockstep.config.schema import Sharding
 from lockstep.data import Inputs
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Held
+from lockstep.layout.group import replicas_of
 from lockstep.layout.region import Region, is_dtensor, region_of
 from lockstep.models.blocks import blocks_of
+from lockstep.models.experts import mixtures_in
 from lockstep.parallel.data.wrapper import broadcast_module
 from lockstep.parallel.law import Sent, Shape
 from lockstep.parallel.zero.law import fsdp2, gathers
@@ -28,7 +30,7 @@ from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, overlap_reductions, reduce_now, widen
 from lockstep.strategies.model_sizes import ModelSizes
-from lockstep.strategies.native_mesh import data_axes, native_mesh
+from lockstep.strategies.native_mesh import data_axes, group_mesh, native_mesh
 from lockstep.strategies.state import first_names
 
 
@@ -43,6 +45,7 @@ class FSDP(Engine):
 
     waits_in_backward = True  # FSDP2, on CPU ranks
     axis = "shard"
+    takes_experts = True
     variants = ("SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
     shardings = get_args(Sharding)
     offloads = ("cpu",)
@@ -133,11 +136,12 @@ class FSDP(Engine):
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
         if self.parallel.offload == "cpu":
             options["offload_policy"] = CPUOffloadPolicy()
+        reshard = self.parallel.sharding != "SHARD_GRAD_OP" and not self._keeps_unsharded
+        alone = self._shard_experts(stage, {**options, "mp_policy": policy, "reshard_after_forward": reshard})
         for _, block in blocks_of(stage):
-            reshard = self.parallel.sharding != "SHARD_GRAD_OP" and not self._keeps_unsharded
-            fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **options)
+            fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, ignored_params=alone, **options)
         # What lies outside the blocks is not resharded: backward begins with it.
-        fully_shard(stage, reshard_after_forward=False, mp_policy=policy, **options)
+        fully_shard(stage, reshard_after_forward=False, mp_policy=policy, ignored_params=alone, **options)
         modules = sharded_modules(stage)
         if self._keeps_unsharded:
             self._in_flight = overlap_reductions(stage, [module for _, module in modules])
@@ -145,6 +149,22 @@ class FSDP(Engine):
             observe(module, name or OUTSIDE, self.layout.world.device)
             if self.layout.world.device.type == "cpu":  # gloo's AVG has returned sums
                 module.set_force_sum_reduction_for_comms(True)
+
+    def _shard_experts(self, stage: nn.Module, options: dict[str, Any]) -> set[nn.Parameter]:
+        """Experts that are spread over ranks, over those that hold the same ones. Returns those of which there is no
+        other copy: FSDP2 leaves them alone.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        alone: set[nn.Parameter] = set()
+        for mixture in mixtures_in(stage).values():
+            parameters = list(mixture.experts.parameters())
+            replicas = replicas_of(parameters[0], self.layout.gradient)
+            if replicas.size == 1:
+                alone |= set(parameters)
+            elif replicas != self.layout.gradient:
+                fully_shard(mixture.experts, **{**options, "mesh": group_mesh(self.layout, replicas)})
+        return alone
 
     @property
     def _keeps_unsharded(self) -> bool:

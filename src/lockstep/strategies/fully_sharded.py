@@ -27,6 +27,7 @@ class FullySharded(ByHand):
     """ZeRO stage 3 by hand, as an engine."""
 
     takes_any_graph = True
+    takes_experts = True
     gathers_ahead = True
     axis = "shard"
     variants = ("SHARD_GRAD_OP",)

@@ -4,6 +4,7 @@ recorded in the ledger; those over FSDP2's shards, where it lets us issue them (
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lockstep.comm.observe import observed_group
@@ -20,6 +21,14 @@ def native_mesh(layout: Layout, *axes: str) -> Any:
         return observed_group(group, PURPOSES[group.axis], sees_waits=not on_side_stream)
 
     return layout.mesh(*axes, through=noted)
+
+
+def group_mesh(layout: Layout, group: Group) -> Any:
+    """One dimension, over these ranks."""
+    from torch.distributed.device_mesh import DeviceMesh  # slow to import
+
+    ranks = torch.tensor(dist.get_process_group_ranks(group.native))
+    return DeviceMesh.from_group(group.native, layout.world.device.type, ranks, mesh_dim_names=("shard",))
 
 
 def data_axes(layout: Layout) -> tuple[str, ...]:

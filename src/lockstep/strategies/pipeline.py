@@ -120,7 +120,9 @@ class PipelineWorker(Worker):
             stack.enter_context(self.engine.accumulate())
         if instruction.kind == "forward":
             stack.enter_context(self.precision())
-        if step.micro_batches[instruction.micro_batch].filler:  # it leaves running statistics alone, also recomputed
+        filler = step.micro_batches[instruction.micro_batch].filler
+        stack.enter_context(self.balance.uncounted(filler))
+        if filler:  # it leaves running statistics alone, also recomputed
             self.stage.eval()
             stack.callback(self.stage.train)
         return stack

@@ -24,6 +24,7 @@ class ShardedState(ByHand):
     are never held in full: those of each micro-batch are reduced to their owners at once.
     """
 
+    takes_experts = True
     takes_any_graph = True
     axis = "shard"
     offloads = ("cpu",)

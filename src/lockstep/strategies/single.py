@@ -13,6 +13,7 @@ from lockstep.strategies.model_sizes import ModelSizes
 class Single(Engine):
     """In a world of several ranks, each does all the work by itself and none communicates."""
 
+    takes_experts = True
     native_axes = ("tp", "pp")
     model_axes = ("pp", "tp")  # with cp gradients of positions have to be reduced
 

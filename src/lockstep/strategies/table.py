@@ -14,6 +14,7 @@ from lockstep.strategies.data_parallel import HandWritten
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.experts import check_fold
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.fully_sharded import FullySharded
 from lockstep.strategies.local_sgd import LocalSGD
@@ -92,7 +93,9 @@ def degrees_of(parallel: Parallel, ranks: int, table: Table = STRATEGIES) -> Deg
             f"{said} does not divide the {ranks} ranks; start a multiple of {product}, or give other degrees"
         )
     data = engine_named(parallel.data, table).degrees(parallel, ranks // product)
-    return replace(data, **axes) if product == 1 else replace(data, **axes).resolve(ranks)
+    found = replace(data, **axes) if product == 1 else replace(data, **axes).resolve(ranks)
+    check_fold(parallel, found)
+    return found
 
 
 def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:

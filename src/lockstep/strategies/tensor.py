@@ -1,5 +1,6 @@
 """Tensor parallelism as an axis of a strategy: the model's plan, its loss, and what it refuses."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,15 @@ class TensorPlan:
         return TensorPlan(kinds, self.head if self.head in kinds else None)
 
 
-def cut_tensors(stage: nn.Module, plan: TensorPlan, group: Group, parallel: Parallel) -> Measure | None:
-    """Cut the matrices of a model, or of a stage, in place. Returns how to compute the loss, if its outputs are cut."""
+def cut_tensors(
+    stage: nn.Module, plan: TensorPlan, group: Group, parallel: Parallel, apart: Collection[nn.Module] = ()
+) -> Measure | None:
+    """Cut the matrices of a model, or of a stage, in place. Returns how to compute the loss, if its outputs are cut.
+
+    `apart`: modules that the axis of experts has seen to.
+    """
     plan = plan.here(stage)
-    cut_as_planned(stage, plan.kinds, group, parallel.sequence, parallel.keep_gathered)
+    cut_as_planned(stage, plan.kinds, group, parallel.sequence, parallel.keep_gathered, apart)
     if plan.head is None or group.size == 1:
         return None
     head = stage.get_submodule(plan.head)
@@ -91,7 +97,11 @@ def sizes_to_cut(model: nn.Module, sequence: bool) -> dict[str, int]:
         found: dict[str, int] = says()
         return found
     if shape is not None:
-        sizes = {"model.heads": shape.heads, "the width of the blocks' MLP": shape.mlp_width}
+        sizes = {"model.heads": shape.heads}
+        if not shape.experts or shape.dense_layers:
+            sizes["the width of the blocks' MLP"] = shape.mlp_width
+        if shape.experts and shape.shared_experts:
+            sizes["the width of the shared experts"] = shape.shared_experts * shape.expert_width
         return {**sizes, "model.context, whose positions parallel.sequence cuts": shape.context} if sequence else sizes
     if sequence:
         raise UserError(f"parallel.sequence cuts positions, and {type(model).__name__} has none; use gpt")

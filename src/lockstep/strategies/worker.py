@@ -11,6 +11,7 @@ backward), the loss (16 bytes, in flight during the last backward, waited for by
 norm's squares (8 bytes) where ranks hold parts.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +29,7 @@ from lockstep.parallel.gradient_norm import Gradients
 from lockstep.parallel.pipeline.schedule import Instruction, one_stage
 from lockstep.strategies.compiling import compiled
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.experts import Balance
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.step import Cut, Phases, StepResult, Totals
 
@@ -71,6 +73,8 @@ class Worker:
         """Copies of the state for a save, which the optimizer's step must wait for."""
         self.save_requested = False
         """Likewise for a checkpoint, once."""
+        self.balance = Balance(self.engine.model)
+        """Of the model's experts, if it has any."""
         self._fused: bool | None = None  # whether all ranks' optimizers are fused; found at the first step
         self.instructions = [*one_stage(self.options.accumulation)]
 
@@ -125,7 +129,17 @@ class Worker:
         counting = all_reduce_async(counts, group=self.layout.norm, purpose="count")
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         totals = Totals(sums, counts, Pending(None), torch.zeros_like(sums[0]))
-        return Step(self._micro_batches(batch), totals, counting, reduces)
+        step = Step(self._micro_batches(batch), totals, counting, reduces)
+        self.balance.begin(self.layout.gradient.size * (1.0 if self.loss_scale is None else self.loss_scale.scale))
+        if self.balance.needs_counting(len(step.micro_batches)):
+            self.balance.count(self._uncounted_forwards(step))
+        return step
+
+    def _uncounted_forwards(self, step: Step) -> Iterator[Any]:
+        """Each micro-batch, forward without gradients."""
+        for micro_batch in step.micro_batches:
+            with self.balance.uncounted(micro_batch.filler), self.precision():
+                yield self.predict(micro_batch.inputs)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.micro_batches(self.options.accumulation)
@@ -160,7 +174,8 @@ class Worker:
         micro_batch = step.micro_batches[index]
         if micro_batch.filler:
             self.engine.model.eval()  # a filler leaves running statistics alone
-        with self._around(index, step), self.around_passes(), self.phases("forward"), self.precision():
+        counted = self.balance.uncounted(micro_batch.filler)
+        with self._around(index, step), self.around_passes(), self.phases("forward"), self.precision(), counted:
             outputs = self.forward(micro_batch.inputs)
             step.losses[index], correct = self.measure(outputs, micro_batch.targets)
         if not micro_batch.filler:
@@ -173,7 +188,8 @@ class Worker:
             totals.local_loss = totals.sums[0].clone()
             # In flight during backward.
             totals.pending = all_reduce_async(totals.sums, group=self.layout.loss, purpose="loss")
-        with self._around(index, step), self.around_passes(), self.phases("backward"):
+        counted = self.balance.uncounted(micro_batch.filler)  # what is recomputed
+        with self._around(index, step), self.around_passes(), self.phases("backward"), counted:
             self.backward(self._weighted(step.losses.pop(index), micro_batch, totals.counts[0]))
         if micro_batch.filler:
             self.engine.model.train()
@@ -225,6 +241,7 @@ class Worker:
         if applied is None:
             optimizer: Any = self.engine.local_optimizer
             optimizer.found_inf = (~norm.isfinite()).float()  # as torch's gradient scaler passes it
+            self.balance.skip(optimizer.found_inf)
         self.wait_for_copies()
         if applied is not False:
             if self.options.clip_norm is not None:

@@ -141,16 +141,22 @@ def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
     return flat.view(parameter.shape)
 
 
-def assign_buckets(tensors: Sequence[T], cap_bytes: float, first_cap_bytes: float | None = None) -> list[list[T]]:
-    """Group tensors, in reverse order (backward's), into buckets of one dtype, closed once they reach `cap_bytes`.
+def assign_buckets(
+    tensors: Sequence[T],
+    cap_bytes: float,
+    first_cap_bytes: float | None = None,
+    kind: Callable[[T], object] = lambda _: None,
+) -> list[list[T]]:
+    """Group tensors, in reverse order (backward's), into buckets of one dtype, closed once they reach `cap_bytes`. Only
+    tensors of the same `kind` share one.
 
     So a bucket is at least that large, except the last of its dtype. The very first may have a smaller cap, so that
     communication starts early.
     """
     done: list[list[T]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    filling: dict[object, list[T]] = {}
     for tensor in reversed(tensors):
-        key = (tensor.dtype, tensor.device)
+        key = (tensor.dtype, tensor.device, kind(tensor))
         bucket = filling.setdefault(key, [])
         bucket.append(tensor)
         cap = first_cap_bytes if first_cap_bytes is not None and not done else cap_bytes

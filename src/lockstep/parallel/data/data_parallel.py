@@ -19,6 +19,7 @@ All-reduces are issued in the same order on every rank, whatever order the gradi
 by order, and a rank that skips a parameter must not swap two of them.
 """
 
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -29,7 +30,7 @@ from lockstep.comm.collectives import all_gather
 from lockstep.comm.hosts import flag_device, sum_over_ranks
 from lockstep.comm.ledger import about, standing_still
 from lockstep.errors import UserError
-from lockstep.layout.group import GroupLike, group_of
+from lockstep.layout.group import GroupLike, group_of, replicas_of
 from lockstep.parallel.data.bucket import Bucket, Outcome, assign_buckets
 from lockstep.parallel.data.compression import make_reducer
 from lockstep.parallel.data.law import FIRST_BUCKET_SHARE
@@ -79,9 +80,10 @@ class DataParallel(GradientWrapper):
         self._sparse = [p for p in trainable if p in sparse]
         dense = [p for p in trainable if p not in sparse]
         make_reducer(compression, topk_ratio, powersgd_rank)  # refuses a wrong name, at world size 1 too
-        groups = self._group(dense, bucket_mb) if self.group.size > 1 else []
+        alone = [p for p in dense if replicas_of(p, self.group).size == 1]
+        groups = self._group([p for p in dense if p not in set(alone)], bucket_mb)
         self._overlaps = sync in ("overlap", "bucketed")
-        self.buckets = [Bucket(g, self.group, g is groups[-1], algorithm) for g in groups]
+        self.buckets = [Bucket(g, replicas_of(g[0], self.group), g is groups[-1], algorithm) for g in groups]
         self._reducers = [make_reducer(compression, topk_ratio, powersgd_rank) for _ in self.buckets]
         self._issued = 0  # all-reduces of this round that are in flight: always those of the first buckets
         self._places: dict[Tensor, tuple[Bucket, int]]
@@ -90,11 +92,16 @@ class DataParallel(GradientWrapper):
             self.watch(parameter)
 
     def _group(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
+        kind = partial(replicas_of, others=self.group)
         if self.sync == "flat":
-            return assign_buckets(parameters, float("inf"))
-        if self.sync == "bucketed":
-            return assign_buckets(parameters, bucket_mb * MIB, FIRST_BUCKET_SHARE * bucket_mb * MIB)
-        return [[p] for p in reversed(parameters)]
+            found = assign_buckets(parameters, float("inf"), kind=kind)
+        elif self.sync == "bucketed":
+            found = assign_buckets(parameters, bucket_mb * MIB, FIRST_BUCKET_SHARE * bucket_mb * MIB, kind)
+        else:
+            found = [[p] for p in reversed(parameters)]
+        # The last one carries the outcome of backward, and must reach all ranks.
+        of_all = [bucket for bucket in found if kind(bucket[0]) == self.group]
+        return sorted(found, key=lambda bucket: bool(of_all) and bucket is of_all[-1])
 
     # ---- backward ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ On a rank where neither an output nor a parameter took part in the loss, no hook
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_flatten
 from lockstep.comm.collectives import all_gather_objects, all_reduce_async, broadcast
 from lockstep.comm.hosts import flag_device
 from lockstep.errors import UserError
-from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.layout.group import Group, GroupLike, group_of, replicas_of
 from lockstep.layout.region import local
+from lockstep.models.experts import mixtures_in
+from lockstep.models.recompute import backward_is_running, when_backward_is_over
 from lockstep.parallel.holding import Holder
 
 
@@ -36,6 +38,7 @@ class GradientWrapper(nn.Module, Holder, ABC):
 
     def __init__(self, module: nn.Module, group: Group, manual: bool = False) -> None:
         super().__init__()
+        check_experts_are_averaged(module, group, type(self).__name__)
         self.module, self.group, self.manual = module, group, manual
         self._synchronizing = True
         self._round_is_open = False
@@ -150,20 +153,6 @@ class GradientWrapper(nn.Module, Holder, ABC):
             self._last_of = None
 
 
-def when_backward_is_over(callback: Callable[[], None]) -> None:
-    """Call it only inside a backward pass. It needs one private name of torch, which DDP and FSDP use too."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def backward_is_running() -> bool:
-    """On this thread."""
-    try:
-        when_backward_is_over(lambda: None)
-    except RuntimeError:  # callbacks are queued during a backward pass only
-        return False
-    return True
-
-
 class Flags:
     """Flags, all-reduced between the hosts: which parameters any rank has used, and whether any has late gradients."""
 
@@ -219,11 +208,21 @@ def check_same_model(module: nn.Module, group: GroupLike = None) -> None:
         raise UserError(f"rank {rank} has parameter {a} where rank 0 has {b}: build the same model on every rank")
 
 
+def check_experts_are_averaged(module: nn.Module, group: Group, wrapper: str) -> None:
+    """An expert's gradient is a sum over the ranks; a wrapper that averages needs it divided like all others."""
+    for name, mixture in mixtures_in(module).items() if group.size > 1 else ():
+        if getattr(mixture.exchange, "sums_gradients", False):
+            raise UserError(
+                f"the gradients of {name or 'the'} experts are sums over the ranks, and {wrapper} averages; spread "
+                f'them by lockstep.expert_parallel(module, gradients="mean")'
+            )
+
+
 @torch.no_grad()
 def broadcast_module(module: nn.Module, group: GroupLike = None) -> None:
-    """Give every rank the first rank's parameters, frozen ones too, and buffers."""
+    """Give every rank the first rank's parameters, frozen ones too, and buffers: all ranks that hold a copy."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        broadcast_tensor(tensor, group)
+        broadcast_tensor(tensor, replicas_of(tensor, group_of(group)))
 
 
 @torch.no_grad()

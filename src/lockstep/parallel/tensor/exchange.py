@@ -48,9 +48,9 @@ def reduce_from_ranks(x: Tensor, group: Group) -> Tensor:
     return _ReduceFromRanks.apply(x, group) if group.size > 1 else x
 
 
-def split_to_ranks(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part of `dim`; backward gathers the gradient."""
-    return _SplitToRanks.apply(x, group, dim) if group.size > 1 else x
+def split_to_ranks(x: Tensor, group: Group, dim: int, sizes: list[int] | None = None) -> Tensor:
+    """This rank's part of `dim`, of these sizes if parts differ; backward gathers the gradient."""
+    return _SplitToRanks.apply(x, group, dim, sizes) if group.size > 1 else x
 
 
 def gather_from_ranks(x: Tensor, group: Group, dim: int, sizes: list[int] | None = None) -> Tensor:
@@ -155,14 +155,15 @@ class _SplitToRanks(torch.autograd.Function):
     """Forward: this rank's part. Backward: all ranks' parts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return local_part(x, group, dim).contiguous()
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: list[int] | None) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        part = local_part(x, group, dim) if sizes is None else x.split(sizes, dim)[group.rank]
+        return part.contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gathered(gradient, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _GatherFromRanks(torch.autograd.Function):

@@ -20,6 +20,7 @@ With `sequence_parallel` all that lies between the pairs of cut layers works on 
 weights there (of a norm) get the gradient of these positions only: the module's backward sums it over the ranks.
 """
 
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -80,8 +81,12 @@ def cut_as_planned(
     group: Group,
     sequence_parallel: bool = False,
     keep_gathered: bool = False,
+    apart: Collection[nn.Module] = (),
 ) -> nn.Module:
-    """`planned`: kinds by module names. A stage of a pipeline may have only some of the plan's modules."""
+    """`planned`: kinds by module names. A stage of a pipeline may have only some of the plan's modules.
+
+    `apart`: modules whose gradients need no sum over positions (experts).
+    """
     if group.size == 1:
         return module
     if all(p.device.type != "meta" for p in module.parameters()):
@@ -103,7 +108,7 @@ def cut_as_planned(
         replace_module(module, name, cut[part])
     mark_spread(tied.values(), "tensor_parallel")
     if sequence_parallel:
-        sum_gradients_of_whole(module, {inner for part in cut.values() for inner in part.modules()}, group)
+        sum_gradients_of_whole(module, {*apart, *(m for part in cut.values() for m in part.modules())}, group)
     if numbers is not None:
         use_own_numbers(module, set(cut.values()), numbers, sequence_parallel)
     return module

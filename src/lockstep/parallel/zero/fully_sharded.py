@@ -43,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.models.blocks import ShardBy
-from lockstep.parallel.data.wrapper import when_backward_is_over
+from lockstep.models.recompute import when_backward_is_over
 from lockstep.parallel.gradient_norm import clip_grad_norm_
 from lockstep.parallel.zero.shard_unit import UnitPlacement, UnitState
 from lockstep.parallel.zero.sharded_module import CPU, Initialize, ShardedBlock, ShardedModule, fill_later

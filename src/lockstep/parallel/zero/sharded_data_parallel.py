@@ -147,8 +147,8 @@ class ShardedDataParallel(GradientWrapper):
         if self.stage == 1:
             return [GradientBucket(b, self._new_buffer([b]), whole=True) for b in buckets]
         found: dict[ParameterBucket, GradientBucket] = {}
-        for kind in dict.fromkeys((b.flat.dtype, b.flat.device) for b in buckets):
-            alike = [b for b in buckets if (b.flat.dtype, b.flat.device) == kind]
+        for kind in dict.fromkeys((b.flat.dtype, b.flat.device, b.group) for b in buckets):
+            alike = [b for b in buckets if (b.flat.dtype, b.flat.device, b.group) == kind]
             for turn in (alike[::2], alike[1::2]):
                 buffer = self._new_buffer(turn) if turn else None
                 found |= {b: GradientBucket(b, buffer, whole=False) for b in turn if buffer is not None}
@@ -156,7 +156,7 @@ class ShardedDataParallel(GradientWrapper):
 
     def _new_buffer(self, buckets: list[ParameterBucket]) -> Tensor:
         like = buckets[0].flat
-        return new_buffer(max(b.layout.length for b in buckets), like.dtype, like.device, self.group)
+        return new_buffer(max(b.layout.length for b in buckets), like.dtype, like.device, buckets[0].group)
 
     # ---- forward -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import broadcast
 from lockstep.errors import UserError
-from lockstep.layout.group import Group
+from lockstep.layout.group import Group, replicas_of
 from lockstep.layout.region import Held
 from lockstep.models.blocks import ShardBy, chosen_blocks
 from lockstep.parallel.data.wrapper import Flags, GradientWrapper, broadcast_buffers, broadcast_tensor, check_same_model
@@ -117,18 +117,21 @@ class ShardedModule(GradientWrapper):
     def _units(
         self, owners: dict[nn.Parameter, list[Owner]], name: str, replicated: bool, initialize: Initialize
     ) -> list[ShardUnit]:
-        """One for each dtype, trained and frozen apart. Batch norms, whose statistics are fp32, compute in fp32."""
-        alike: dict[tuple[torch.dtype, torch.dtype | None, bool], dict[nn.Parameter, list[Owner]]] = {}
+        """One for each dtype and group of ranks with copies, trained and frozen apart. Batch norms compute in fp32, as
+        their statistics do.
+        """
+        alike: dict[tuple[torch.dtype, torch.dtype | None, bool, Group], dict[nn.Parameter, list[Owner]]] = {}
         for parameter, places in owners.items():
             dtype = None if all(isinstance(m, BATCH_NORM) for m, _ in places) else self.placement.compute_dtype
-            alike.setdefault((parameter.dtype, dtype, parameter.requires_grad), {})[parameter] = places
+            kind = (parameter.dtype, dtype, parameter.requires_grad, replicas_of(parameter, self.group))
+            alike.setdefault(kind, {})[parameter] = places
         empty = [module for p, places in owners.items() if p.device.type == "meta" for module, _ in places]
         for parameter in owners:
             if parameter.device.type != "meta":
-                broadcast_tensor(parameter, self.group)
+                broadcast_tensor(parameter, replicas_of(parameter, self.group))
         units = [
-            ShardUnit(owned, self.group, replace(self.placement, compute_dtype=dtype), replicated, name)
-            for (_, dtype, _), owned in alike.items()
+            ShardUnit(owned, own, replace(self.placement, compute_dtype=dtype), replicated or own.size == 1, name)
+            for (_, dtype, _, own), owned in alike.items()
         ]
         if empty and initialize is not fill_later:
             self._initialize(units, list(dict.fromkeys(empty)), initialize)
@@ -144,7 +147,7 @@ class ShardedModule(GradientWrapper):
             initialize(module)
         for unit in units:
             for parameter in unit.unsharded:
-                broadcast(parameter.data, group=self.group, purpose="parameters")
+                broadcast(parameter.data, group=unit.group, purpose="parameters")
             unit.keep_local_piece()
             unit.reshard()
 

@@ -19,6 +19,7 @@ Those that look at a whole matrix or at all parameters are refused.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import Pending, all_gather_into_async, all_gather_objects, new_buffer
 from lockstep.comm.ledger import about, awaited_later
 from lockstep.errors import UserError
-from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.layout.group import Group, GroupLike, group_of, replicas_of
 from lockstep.layout.region import Held, Region, region_of
 from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.parallel.data.law import FIRST_BUCKET_SHARE
@@ -149,8 +150,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         trainable = [p for p in group["params"] if p.requires_grad]
         self._frozen += [p for p in group["params"] if not p.requires_grad]
-        grouped = assign_buckets(trainable, self._cap, FIRST_BUCKET_SHARE * self._cap)
-        buckets = [ParameterBucket(parameters, self.group, self._offload) for parameters in grouped]
+        kind = partial(replicas_of, others=self.group)
+        grouped = assign_buckets(trainable, self._cap, FIRST_BUCKET_SHARE * self._cap, kind)
+        buckets = [ParameterBucket(parameters, kind(parameters[0]), self._offload) for parameters in grouped]
         self.buckets += buckets
         pieces = [shard for bucket in buckets for shard in bucket.shards]
         inner_group = {**{k: v for k, v in group.items() if k != "params"}, "params": pieces}
@@ -242,6 +244,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Every rank must call it, and every rank gets the result.
         """
+        if any(bucket.group != self.group for bucket in self.buckets):
+            raise UserError(
+                "experts are spread over ranks, and no rank has them whole; lockstep.save() saves what each rank holds"
+            )
         self._copy_options()
         numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         mine: dict[int, list[tuple[slice, dict[str, Any]]]] = {}

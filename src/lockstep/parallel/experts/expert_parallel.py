@@ -1,0 +1,192 @@
+"""Expert parallelism by hand: rank r of n holds experts r E/n to (r+1) E/n, and each rank has tokens of its own.
+
+How the communication goes, for each mixture of experts, in a forward pass:
+
+1. each rank routes its tokens and sorts the choices by expert: the rows for one rank lie together
+2. an all-gather of counts (E numbers of each rank): now every rank knows how many rows it will receive, from whom, and
+   for which of its experts. The host reads them: once a layer, it waits for the device here
+3. an all-to-all takes the rows to the ranks of their experts (`dispatch`); shared experts compute meanwhile
+4. each rank sorts what it has received by expert, and computes
+5. the opposite all-to-all brings the results back (`combine`)
+
+Backward sends the gradients of the results to the experts, and those of the rows back: two all-to-alls more. A rank
+without tokens, and an expert that nobody takes, take part in all of it with nothing.
+
+Which gradients are sums. The ranks' losses, and their auxiliary losses, add up to those of one process; so do the
+gradients of what every rank holds (router, shared experts), which the caller reduces as those of the rest of the model.
+Gradients of experts need no reduction: an expert has seen the tokens of all ranks. Where an engine averages over the
+ranks instead (DDP, and all wrappers of ours), each rank's loss is n times its part of the sum, and then experts have n
+times their gradient: `gradients="mean"` divides by n. To forget it is a fault that Adam hides, and loss curves too.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import all_gather_async, all_reduce, all_reduce_async
+from lockstep.errors import UserError
+from lockstep.layout.group import ALONE, Group, GroupLike, group_of
+from lockstep.layout.region import Box, Region, held_as
+from lockstep.models.balance import Tallied, Tally
+from lockstep.models.experts import Experts, MixtureOfExperts, mixtures_in, on_this_rank
+from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
+from lockstep.parallel.experts.journey import Visit
+from lockstep.parallel.guards import mark_spread
+
+
+def expert_parallel(
+    module: nn.Module,
+    process_group: GroupLike = None,
+    gradients: Literal["sum", "mean"] = "sum",
+) -> nn.Module:
+    """Spread the experts of every mixture in `module`, which every rank holds in full, over the group, in place.
+
+        moe = lockstep.MixtureOfExperts(4, 16, experts=8, active=2, balance="loss")
+        lockstep.expert_parallel(moe)
+        loss = moe(inputs).square().sum() + moe.auxiliary_loss  # the ranks' losses add up
+        loss.backward()  # experts have their gradients; those of the router are to be summed over the ranks
+
+    All ranks start from the first rank's weights. Names stay; `experts.gate`, `up` and `down` have E/n experts.
+    `gradients`: "mean" where the other gradients are averaged over the ranks, as DDP and the wrappers of ours do.
+    """
+    group = group_of(process_group, "ep")
+    if gradients not in ("sum", "mean"):
+        raise UserError(f"gradients is {gradients!r}, but it must be sum or mean")
+    mixtures = mixtures_in(module)
+    if not mixtures:
+        raise UserError(
+            f"{type(module).__name__} has no MixtureOfExperts to spread; make the blocks' MLPs "
+            f"lockstep.MixtureOfExperts first"
+        )
+    for name, mixture in mixtures.items():
+        check_experts(mixture, group.size, name)
+    if all(p.device.type != "meta" for p in module.parameters()):
+        check_same_model(module, group)
+        broadcast_module(module, group)
+    for mixture in mixtures.values():
+        ranks = ExpertRanks(group, group, group.size if gradients == "mean" else 1, always_tallies=True)
+        ranks.sums_gradients = gradients == "sum" and group.size > 1
+        spread_experts(mixture, ranks)
+    return module
+
+
+def check_experts(mixture: MixtureOfExperts, ranks: int, name: str = "") -> None:
+    """Refuse a number of ranks that does not divide the experts, and experts that are cut already."""
+    where, count = f" of {name}" if name else "", len(mixture.router.weight)
+    if isinstance(mixture.exchange, ExpertRanks):
+        raise UserError(f"the experts{where} have been spread over {mixture.exchange.group.size} ranks already")
+    if count % ranks:
+        fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise UserError(
+            f"{count} experts{where} cannot be spread over {ranks} ranks equally; {fits} ranks can have them"
+        )
+
+
+def spread_experts(
+    mixture: MixtureOfExperts, ranks: "ExpertRanks", replicas: Group = ALONE, width: tuple[int, int] | None = None
+) -> None:
+    """Keep this rank's experts; of each, this part of its width. `replicas`: the ranks that hold the same."""
+    experts, group = mixture.experts, ranks.group
+    count, d_ff, _ = experts.gate.shape
+    first, last = group.rank * count // group.size, (group.rank + 1) * count // group.size
+    low, high = (0, d_ff) if width is None else width
+    is_cut = (last - first, high - low) != (count, d_ff)
+    for name, parameter in list(experts.named_parameters()):
+        kept = parameter
+        if is_cut:
+            offsets, sizes = [first, 0, 0], [last - first, *parameter.shape[1:]]
+            inner = 2 if name == "down" else 1  # d_ff is in its columns
+            offsets[inner], sizes[inner] = low, high - low
+            kept = held_as(parameter, Region(tuple(parameter.shape), (Box(tuple(offsets), tuple(sizes)),)))
+            setattr(experts, name, kept)
+        kept.replicas = replicas  # type: ignore[attr-defined]
+    if is_cut:
+        mark_spread(experts.parameters(), "expert_parallel")
+    mixture.exchange = mixture.tally = ranks
+
+
+class ExpertRanks(Tally):
+    """The ranks that share experts: counts choices over them, and takes rows to their experts and back."""
+
+    def __init__(self, group: Group, tallied: Group, averaged: int = 1, always_tallies: bool = False) -> None:
+        """`tallied`: all ranks whose tokens are balanced together: those of `group`, and perhaps more.
+
+        `averaged`: by how much gradients of experts are divided. `always_tallies`: also where the load is only for the
+        caller to see.
+        """
+        super().__init__()
+        self.group, self.tallied, self.averaged, self.always_tallies = group, tallied, averaged, always_tallies
+        self.sums_gradients = False
+        """The caller adds up gradients, and an engine that averages them must not."""
+
+    def __deepcopy__(self, _: object) -> "ExpertRanks":
+        """A copy of a mixture communicates with the same ranks, and has counts of its own."""
+        other = ExpertRanks(self.group, self.tallied, self.averaged, self.always_tallies)
+        other.sums_gradients = self.sums_gradients
+        return other
+
+    def begin(self, counts: Tensor, needs_load: bool, needs_earlier: bool) -> Tallied:
+        if needs_earlier:
+            return TalliedByRank(counts, self.tallied)
+        return TalliedOver(counts, self.tallied) if needs_load or self.always_tallies else Tallied(counts)
+
+    def total(self, counts: Tensor) -> Tensor:
+        return all_reduce(counts.clone(), group=self.tallied, purpose="count")
+
+    def __call__(
+        self, experts: Experts, rows: list[Tensor], counts: list[Tensor], meanwhile: Callable[[], None]
+    ) -> list[Tensor]:
+        if self.group.size == 1:
+            return on_this_rank(experts, rows, counts, meanwhile)
+        visits = self.visits(counts)
+        there = [visit.dispatch() for visit in visits]
+        back = [visit.combine() for visit in visits]
+        arriving = [journey.issue(part) for journey, part in zip(there, rows, strict=True)]
+        meanwhile()
+        returning = []
+        for visit, journey, part, home in zip(visits, there, arriving, back, strict=True):
+            returning.append(home.issue(visit.results(experts, journey.wait(part))))
+        return [home.wait(part) for home, part in zip(back, returning, strict=True)]
+
+    def visits(self, counts: list[Tensor]) -> list[Visit]:
+        """The one place where the host waits for the device: a rank must know how much it will receive."""
+        tables, pending = all_gather_async(torch.stack(counts), self.group, purpose="count")
+        pending.wait()
+        by_part = tables.transpose(0, 1).tolist()  # part -> rank -> expert
+        names = [""] if len(by_part) == 1 else [f" {i}" for i in range(len(by_part))]
+        device = counts[0].device
+        return [Visit(table, self.group, device, self.averaged, n) for table, n in zip(by_part, names, strict=True)]
+
+
+class TalliedOver(Tallied):
+    """Counts summed over ranks, in flight until they are read."""
+
+    def __init__(self, counts: Tensor, group: Group) -> None:
+        super().__init__(counts.clone())
+        self._pending = all_reduce_async(self.counts, group=group, purpose="count")
+
+    @property
+    def load(self) -> Tensor:
+        self._pending.wait()
+        return self.counts
+
+
+class TalliedByRank(Tallied):
+    """Of each rank."""
+
+    def __init__(self, counts: Tensor, group: Group) -> None:
+        super().__init__(counts)
+        self._table, self._pending = all_gather_async(counts, group, purpose="count")
+        self._rank = group.rank
+
+    @property
+    def load(self) -> Tensor:
+        self._pending.wait()
+        return self._table.sum(0)
+
+    @property
+    def earlier(self) -> Tensor:
+        self._pending.wait()
+        return self._table[: self._rank].sum(0)

@@ -1,0 +1,207 @@
+"""Expert parallelism as an axis of a strategy: who shares the experts, their balance over a step, what it refuses.
+
+Dense parts see replicate x shard x cp x tp; experts see the same ranks as ep x replicas. An expert has seen the tokens
+of all ep ranks, so its gradient is reduced over its replicas alone, and divided by as much as all other gradients.
+
+The auxiliary loss is that of the global batch. Each rank adds the gradient of its part in backward, where a block's
+output passes (a pipeline's earlier stages have no loss to add it to). It multiplies the share of choices of the *whole*
+step with the scores of each micro-batch; where a step has several micro-batches, these shares are counted beforehand,
+in a forward pass without gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lockstep.config import Parallel
+from lockstep.errors import UserError
+from lockstep.layout import Degrees, Layout
+from lockstep.models.experts import MixtureOfExperts, mixtures_in
+from lockstep.parallel.experts.expert_parallel import ExpertRanks, check_experts, spread_experts
+from lockstep.parallel.experts.over_tensor import cut_along_width, share_tokens, width_of
+
+
+def folds_tp(parallel: Parallel) -> bool:
+    """Experts are whole, and the tp ranks take part in ep."""
+    return parallel.tp > 1 and parallel.ep > 1 and not parallel.cut_experts
+
+
+def cut_experts(stage: nn.Module, layout: Layout, parallel: Parallel) -> set[nn.Module]:
+    """Spread the experts of a model, or of a stage, in place. Returns modules whose gradients need no sum over the
+    positions that sequence parallelism cuts.
+    """
+    over_tp, tp, apart = folds_tp(parallel), layout.group("tp"), set[nn.Module]()
+    mixtures = mixtures_in(stage)
+    if not mixtures:
+        return apart
+    group, replicas, tallied = layout.experts(parallel.ep, over_tp)
+    for mixture in mixtures.values():
+        apart.add(mixture.experts)
+        width = None
+        if tp.size > 1 and over_tp:
+            share_tokens(mixture, tp, parallel.sequence)
+        elif tp.size > 1:
+            apart.add(mixture.router)
+            width = width_of(mixture, tp)
+            cut_along_width(mixture, tp, parallel.sequence)
+        averaged = group.size // (tp.size if over_tp else 1)
+        spread_experts(mixture, ExpertRanks(group, tallied, averaged), replicas, width)
+        mixture.parts = 2 if parallel.expert_halves and group.size > 1 else 1
+    return apart
+
+
+# ---- the balance of a step -------------------------------------------------------------------------------------------
+
+
+class Balance:
+    """Of all mixtures of a stage, over one step."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        self.mixtures = list(mixtures_in(stage).values())
+        self._weight = torch.zeros(())
+        for mixture in self.mixtures:
+            mixture.attach = self.attach
+
+    def attach(self, y: Tensor, loss: Tensor) -> Tensor:
+        """y, in whose backward the loss gets its gradient."""
+        attached: Tensor = _Attach.apply(y, loss, self) if loss.requires_grad else y
+        return attached
+
+    def begin(self, weight: Tensor | float) -> None:
+        """A new step. `weight`: of the auxiliary losses, relative to the mean over the ranks."""
+        self._weight = torch.as_tensor(weight)
+        for mixture in self.mixtures:
+            mixture.tally.load_of_step = mixture.tally.since_step = mixture.tally.skipped = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self._weight
+
+    @contextmanager
+    def uncounted(self, filler: bool) -> Iterator[None]:
+        """Around a pass of a filler, which is no sample."""
+        for mixture in self.mixtures if filler else ():
+            mixture.counted = False
+        try:
+            yield
+        finally:
+            for mixture in self.mixtures if filler else ():
+                mixture.counted = True
+
+    def needs_counting(self, micro_batches: int) -> bool:
+        """The loads of the step are not known in its first forward pass."""
+        return micro_batches > 1 and any(mixture.needs_load for mixture in self.mixtures)
+
+    @torch.no_grad()
+    def count(self, passes: Iterator[Any]) -> None:
+        """Take the forward passes of all micro-batches, and keep what experts were used for."""
+        loads: dict[MixtureOfExperts, Tensor] = {}
+
+        def note(mixture: MixtureOfExperts) -> Callable[..., None]:
+            def add(*_: Any) -> None:
+                loads[mixture] = loads.get(mixture, torch.zeros_like(mixture.load)) + mixture.load
+
+            return add
+
+        hooks = [mixture.register_forward_hook(note(mixture)) for mixture in self.mixtures]
+        with torch.random.fork_rng():  # what is dropped here is dropped again in the step
+            for _ in passes:
+                pass
+        for hook in hooks:
+            hook.remove()
+        for mixture in self.mixtures:
+            mixture.tally.load_of_step, mixture.tally.since_step = loads.get(mixture), None
+
+    def skip(self, skipped: Tensor | None) -> None:
+        """`skipped`: 1 on the device where the optimizer does not step."""
+        for mixture in self.mixtures:
+            mixture.tally.skipped = skipped
+
+    def auxiliary_loss(self) -> Tensor | None:
+        """This rank's part, of the last forward pass of each mixture; None where there is none."""
+        losses = [m.auxiliary_loss.detach() for m in self.mixtures if m.needs_load]
+        return torch.stack(losses).sum() if losses else None
+
+
+class _Attach(torch.autograd.Function):
+    """The output as it is; backward gives the auxiliary loss its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, balance: Balance) -> Tensor:
+        ctx.balance, ctx.like = balance, loss
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, ctx.balance.weight.to(ctx.like), None
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def check_expert_axis(model: nn.Module, parallel: Parallel, micro_batches: int, takes_experts: bool, who: str) -> None:
+    """Refuse what cannot be cut, with what would work. `who`: the engines that take experts."""
+    mixtures = mixtures_in(model)
+    if not mixtures:
+        for name, chosen in (("ep", parallel.ep > 1), ("cut_experts", parallel.cut_experts)):
+            if chosen:
+                raise UserError(
+                    f"parallel.{name} is about experts, and {type(model).__name__} has none; set model.experts, or "
+                    f"leave it out"
+                )
+        return
+    if not takes_experts:
+        raise UserError(f"the model has experts, and parallel.data {parallel.data} does not take them; use {who}")
+    for mixture in mixtures.values():
+        check_experts(mixture, parallel.ep)
+        width = mixture.experts.gate.shape[1]
+        if parallel.tp > 1 and not folds_tp(parallel) and width % parallel.tp:
+            raise UserError(
+                f"parallel.tp {parallel.tp} does not divide the width of an expert, {width}; use --parallel.ep with "
+                f"whole experts, or another model.expert_width"
+            )
+    if any(mixture.capacity is not None for mixture in mixtures.values()):
+        check_capacity(parallel, micro_batches)
+    if parallel.ep == 1 and (parallel.cut_experts or parallel.expert_halves):
+        raise UserError("parallel.cut_experts and parallel.expert_halves are about parallel.ep, and that is 1")
+    if parallel.cut_experts and parallel.tp == 1:
+        raise UserError("parallel.cut_experts cuts experts over the ranks of parallel.tp, and that is 1; leave it out")
+
+
+def check_capacity(parallel: Parallel, micro_batches: int) -> None:
+    """Which tokens are the first ones must be known when they are routed."""
+    for name, chosen in (
+        (f"parallel.cp {parallel.cp}", parallel.cp > 1),
+        ("parallel.sequence", parallel.sequence),
+        ("parallel.expert_halves", parallel.expert_halves),
+        (f"{micro_batches} micro-batches", micro_batches > 1),
+    ):
+        if chosen:
+            raise UserError(
+                f"model.capacity takes each expert's first tokens, and {name} routes them in another order than one "
+                f"process; leave model.capacity out, which drops none"
+            )
+
+
+def check_fold(parallel: Parallel, degrees: Degrees) -> None:
+    """Refuse a degree that does not divide the ranks that experts are folded over."""
+    if parallel.ep == 1:
+        return
+    over_tp = folds_tp(parallel)
+    ranks = degrees.replicate * degrees.shard * degrees.cp * (degrees.tp if over_tp else 1)
+    said = "replicate x shard x cp" + (" x tp" if over_tp else "")
+    if ranks % parallel.ep:
+        fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise UserError(
+            f"parallel.ep {parallel.ep} does not divide the {ranks} ranks of {said}; degrees that do: {fits}"
+        )
+    if over_tp and parallel.ep % parallel.tp:
+        raise UserError(
+            f"parallel.ep {parallel.ep} is no multiple of parallel.tp {parallel.tp}, over whose ranks experts are "
+            f"spread too; use a multiple, or --parallel.cut-experts"
+        )

@@ -1,0 +1,291 @@
+"""Mixtures of experts: the layer against its formulas, and its experts over ranks against one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep
+from lockstep import MixtureOfExperts
+from lockstep.comm.collectives import all_reduce
+from lockstep.comm.ledger import Ledger, recording
+from lockstep.layout.world import World
+from tests.ranks import on_ranks, refused
+
+D, WIDTH, EXPERTS = 6, 5, 8
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"normalize": False},
+    {"scoring": "sigmoid", "shared": 2},
+    {"balance": "loss"},
+    {"balance": "loss", "scoring": "sigmoid", "z_loss": 1e-2, "shared": 1},
+    {"balance": "bias", "scoring": "sigmoid", "balance_coefficient": 0.05},
+    {"capacity": 0.75, "balance": "loss"},
+]
+
+
+def build(active: int = 2, **options: Any) -> MixtureOfExperts:
+    torch.manual_seed(1)
+    moe = MixtureOfExperts(D, WIDTH, EXPERTS, active, **options).double()
+    if moe.router.bias is not None:
+        with torch.no_grad():
+            moe.router.bias.copy_(torch.linspace(-0.2, 0.2, EXPERTS))
+    return moe
+
+
+def tokens(count: int = 24, seed: int = 2) -> Tensor:
+    """Not the same for all experts: some get none."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, D, generator=generator, dtype=torch.float64) + torch.linspace(-1, 1, D)
+
+
+def by_formula(moe: MixtureOfExperts, x: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(output, load, auxiliary loss, dropped), token by token and choice by choice."""
+    load = torch.zeros(EXPERTS, dtype=torch.int64)
+    taken = [0] * EXPERTS
+    outputs, shares, squares, dropped = [], [], [], 0
+    limit = len(x) * moe.active * moe.capacity / EXPERTS if moe.capacity is not None else float("inf")
+    for token in x:
+        logits = moe.router.weight @ token
+        scores = torch.softmax(logits, 0) if moe.scoring == "softmax" else torch.sigmoid(logits)
+        by = scores if moe.router.bias is None else scores + moe.router.bias
+        chosen = sorted(range(EXPERTS), key=lambda e: -by[e].item())[: moe.active]
+        total = sum(scores[e] for e in chosen) if moe.normalize else 1.0
+        y = torch.zeros_like(token)
+        for e in chosen:
+            load[e] += 1
+            if taken[e] >= -(-limit // 1):
+                dropped += 1
+                continue
+            taken[e] += 1
+            hidden = F.silu(moe.experts.gate[e] @ token) * (moe.experts.up[e] @ token)
+            y = y + scores[e] / total * (moe.experts.down[e] @ hidden)
+        if moe.shared is not None:
+            inner = F.silu(moe.shared.gate.weight @ token) * (moe.shared.up.weight @ token)
+            y = y + moe.shared.down.weight @ inner
+        outputs.append(y)
+        shares.append(scores / scores.sum())
+        squares.append(torch.logsumexp(logits, 0) ** 2)
+    loss = torch.zeros((), dtype=torch.float64)
+    if moe.balance == "loss":
+        used, mean = load.double() / load.sum(), torch.stack(shares).mean(0)
+        loss = moe.balance_coefficient * EXPERTS * (used * mean).sum()
+    if moe.z_loss:
+        loss = loss + moe.z_loss * torch.stack(squares).mean()
+    return torch.stack(outputs), load, loss, dropped
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("active", [1, 2, 8])
+def test_the_layer_is_its_formulas(options: dict[str, Any], active: int) -> None:
+    moe, x = build(active, **options), tokens().requires_grad_()
+    expected, load, loss, dropped = by_formula(moe, x)
+    found = moe(x.view(4, 6, D)).view(-1, D)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert moe.load.tolist() == load.tolist()
+    assert int(moe.dropped) == dropped
+    assert (dropped > 0) == ("capacity" in options)
+    torch.testing.assert_close(moe.auxiliary_loss, loss, rtol=0, atol=1e-12)
+    weights = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(found)
+    wanted = torch.autograd.grad((expected * weights).sum() + loss, [x, *moe.parameters()], allow_unused=True)
+    got = torch.autograd.grad((found * weights).sum() + moe.auxiliary_loss, [x, *moe.parameters()])
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, rtol=0, atol=1e-11)
+
+
+def test_names_and_shapes() -> None:
+    moe = MixtureOfExperts(D, WIDTH, EXPERTS, 2, shared=2, balance="bias")
+    assert {name: tuple(t.shape) for name, t in moe.state_dict().items()} == {
+        "router.weight": (EXPERTS, D),
+        "router.bias": (EXPERTS,),
+        "experts.gate": (EXPERTS, WIDTH, D),
+        "experts.up": (EXPERTS, WIDTH, D),
+        "experts.down": (EXPERTS, D, WIDTH),
+        "shared.gate.weight": (2 * WIDTH, D),
+        "shared.up.weight": (2 * WIDTH, D),
+        "shared.down.weight": (D, 2 * WIDTH),
+    }
+
+
+def test_the_bias_moves_once_for_each_step() -> None:
+    """By the load of all its micro-batches, not of evaluation, and not again for what is recomputed."""
+    moe = build(balance="bias", balance_coefficient=0.5)
+    twin = copy.deepcopy(moe)
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.0)
+    assert moe.router.bias is not None
+    before = moe.router.bias.clone()
+    load = torch.zeros(EXPERTS)
+    for part in tokens().chunk(3):
+        checked = torch.utils.checkpoint.checkpoint(moe, part.clone().requires_grad_(), use_reentrant=False)
+        checked.sum().backward()
+        load += moe.load
+    with torch.no_grad():
+        moe.eval()(tokens(50, 3))
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    other.step()
+    assert torch.equal(moe.router.bias, before), "another model's step moves nothing"
+    optimizer.step()
+    torch.testing.assert_close(moe.router.bias, before + 0.5 * torch.sign(load.mean() - load).double())
+    after = moe.router.bias.clone()
+    optimizer.step()
+    assert torch.equal(moe.router.bias, after), "nothing has passed since"
+    assert twin.router.bias is not None
+    assert torch.equal(twin.router.bias, before)
+
+
+def test_bad_sizes_are_one_line() -> None:
+    said = refused(
+        [
+            lambda: MixtureOfExperts(8, 8, 4, 5),
+            lambda: MixtureOfExperts(8, 8, 4, 0),
+            lambda: MixtureOfExperts(8, 8, 4, 2, capacity=0.0),
+            lambda: MixtureOfExperts(8, 8, 4, 2, scoring="relu"),  # type: ignore[arg-type]
+            lambda: MixtureOfExperts(8, 8, 4, 2, balance="los"),  # type: ignore[arg-type]
+            lambda: MixtureOfExperts(8, 8, 4, 2, z_loss=-1.0),
+            lambda: MixtureOfExperts(8, 0, 4, 2),
+            lambda: lockstep.expert_parallel(nn.Linear(2, 2)),
+            lambda: lockstep.expert_parallel(MixtureOfExperts(8, 8, 4, 2), gradients="average"),  # type: ignore
+        ]
+    )
+    assert [line.partition(",")[0] for line in said] == [
+        "active is 5",
+        "active is 0",
+        "capacity is 0.0",
+        "scoring is 'relu'",
+        "balance is 'los'",
+        "z_loss is -1.0",
+        "d_ff is 0",
+        "Linear has no MixtureOfExperts to spread; make the blocks' MLPs lockstep.MixtureOfExperts first",
+        "gradients is 'average'",
+    ]
+    assert all("\n" not in line for line in said)
+
+
+PARTED = {"balance": "loss", "shared": 1}
+
+
+# ---- over ranks ------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two mixtures, and something before them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D, dtype=torch.float64)
+        self.mixtures = nn.ModuleList(build(**options) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for mixture in self.mixtures:
+            x = x + mixture(x)
+        return x
+
+    def loss(self, x: Tensor, weights: Tensor) -> Tensor:
+        """A sum over tokens, and the auxiliary losses."""
+        return (self(x) * weights).sum() + sum(m.auxiliary_loss for m in self.mixtures)
+
+
+def shares(ranks: int, uneven: bool) -> list[int]:
+    """Tokens of each rank: equal, or most on the first and none on the last."""
+    return [24 // ranks] * ranks if not uneven else [24 - 3 * (ranks - 2), *[3] * (ranks - 2), 0]
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def one_process(options: dict[str, Any], averaged: int = 1) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Block(**options)
+    weights = torch.linspace(-1, 1, 24 * D, dtype=torch.float64).view(24, D)
+    loss = model.loss(tokens(), weights)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    found = gradients_of(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    loads = [m.load for m in model.mixtures]
+    biases = [m.router.bias for m in model.mixtures if m.router.bias is not None]
+    aux = [m.auxiliary_loss.detach() for m in model.mixtures]
+    return {"loss": loss.detach(), "gradients": found, "norm": norm, "loads": loads, "biases": biases, "aux": aux}
+
+
+def spread_over_ranks(
+    world: World, options: dict[str, Any], uneven: bool, parts: int = 1, wrapped: bool = False
+) -> dict[str, Any]:
+    torch.manual_seed(world.rank)
+    model = Block(**options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(world.rank)  # all begin with the first rank's
+    assert lockstep.expert_parallel(model, gradients="mean" if wrapped else "sum") is model
+    for mixture in model.mixtures:
+        mixture.parts = parts
+    first = sum(shares(world.size, uneven)[: world.rank])
+    mine = slice(first, first + shares(world.size, uneven)[world.rank])
+    weights = torch.linspace(-1, 1, 24 * D, dtype=torch.float64).view(24, D)
+    called: Any = lockstep.DataParallel(model) if wrapped else model
+    ledger = Ledger()
+    with recording(ledger):
+        y = called(tokens()[mine])
+        loss = (y * weights[mine]).sum() + sum(m.auxiliary_loss for m in model.mixtures)
+        (loss * world.size if wrapped else loss).backward()
+    held = {"gate", "up", "down"}
+    for name, parameter in model.named_parameters() if not wrapped else []:
+        if not (".experts." in name and name.rpartition(".")[2] in held):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            all_reduce(parameter.grad)
+    norm = lockstep.clip_grad_norm_(called, 1e9)
+    found = gradients_of(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return {
+        "loss": all_reduce(loss.detach().clone()),
+        "gradients": found,
+        "norm": norm,
+        "loads": [m.load for m in model.mixtures],
+        "biases": [m.router.bias for m in model.mixtures if m.router.bias is not None],
+        "aux": [all_reduce(m.auxiliary_loss.detach().clone()) for m in model.mixtures],
+        "sent": ledger.traffic("ep").wire_bytes,
+        "calls": [entry.operation for entry in ledger.of("activations", "count")],
+        "experts": len(model.mixtures[0].experts.gate),
+    }
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any], rank: int, ranks: int) -> None:
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=0, atol=1e-11)
+    torch.testing.assert_close(found["norm"], expected["norm"], rtol=1e-12, atol=0)
+    for name, whole in expected["gradients"].items():
+        mine = whole
+        if ".experts." in name:
+            held = EXPERTS // ranks
+            mine = whole[rank * held : (rank + 1) * held]
+        torch.testing.assert_close(found["gradients"][name], mine, rtol=0, atol=1e-10, msg=name)
+    for what in ("loads", "biases", "aux"):
+        for one, other in zip(found[what], expected[what], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def in_all_ways(world: World, ways: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [spread_over_ranks(world, *way) for way in ways]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_over_ranks_are_those_of_one_process(ranks: int) -> None:
+    """Also with all tokens on the first rank, and none on the last."""
+    ways = [(options, uneven) for options in OPTIONS for uneven in (False, True)]
+    for rank, every in enumerate(on_ranks(in_all_ways, ranks, ways)):
+        for (options, _), found in zip(ways, every, strict=True):
+            compare(found, one_process(options), rank, ranks)
+            assert found["experts"] == EXPERTS // ranks
+
+
+def test_rows_in_two_parts_and_averaged_gradients() -> None:
+    ways = [(PARTED, True, *way) for way in ((2, False), (1, True), (2, True))]
+    for rank, every in enumerate(on_ranks(in_all_ways, 2, ways)):
+        for (_, _, parts, _), found in zip(ways, every, strict=True):
+            compare(found, one_process(PARTED), rank, 2)
+            assert found["calls"].count("all_to_all") == 2 * 4 * parts
