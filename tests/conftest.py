@@ -53,6 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.get_closest_marker("proof") is None, item.get_closest_marker("long") is not None))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What a test would wait for is begun beside the others."""
+    for item in session.items if not session.config.option.collectonly else []:
+        for marker in item.iter_markers("ahead"):
+            marker.kwargs["begin"]()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Nothing is left out in silence: what there is no time for has failed."""
     minutes = item.config.getoption("--minutes")

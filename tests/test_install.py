@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -57,24 +58,47 @@ def resolve(machine: str, python: str, wanted: list[str], folder: Path) -> str:
     arguments = ["install", "--dry-run", "--quiet", "--only-binary", ":all:", "--use-feature", "fast-deps"]
     arguments += ["--target", str(folder), "--implementation", "cp", "--python-version", python]
     arguments += [word for tag in tags for word in ("--platform", tag)]
-    words = [sys.executable, "-c", RESOLVE, json.dumps(environment), json.dumps([*arguments, *wanted])]
+    words = ["nice", sys.executable, "-c", RESOLVE, json.dumps(environment), json.dumps([*arguments, *wanted])]
     done = subprocess.run(words, capture_output=True, text=True, timeout=LONG, cwd=folder)
     return "" if done.returncode == 0 else done.stderr[-1500:] or f"exit status {done.returncode}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_everything_resolves_from_wheels_alone(tmp_path: Path) -> None:
+def wanted_wheels() -> list[tuple[str, str, list[str]]]:
+    """Of each machine and Python: each version once, each machine twice. What a run needs is part of `dev`."""
     dev, runtime = requirements("dev"), requirements()
     oldest, newest = PYTHONS[0], PYTHONS[-1]
-    wanted = [("x86_64", newest, dev), ("aarch64", oldest, dev)]  # what a run needs is part of it
-    wanted += [("x86_64", oldest, runtime), ("aarch64", newest, runtime)]
-    wanted += [("macos", python, runtime) for python in PYTHONS[1:-1]]  # each version once, each machine twice
-    with ThreadPoolExecutor(6) as pool:  # it waits for the index most of the time
-        said = list(pool.map(lambda one: resolve(*one, tmp_path), wanted))
-    failed = {
-        f"{machine}, Python {python}": text for (machine, python, _), text in zip(wanted, said, strict=True) if text
-    }
+    found = [("x86_64", newest, dev), ("aarch64", oldest, dev)]
+    found += [("x86_64", oldest, runtime), ("aarch64", newest, runtime)]
+    return found + [("macos", python, runtime) for python in PYTHONS[1:-1]]
+
+
+RESOLVING: list[Future[dict[str, str]]] = []
+
+
+def resolve_ahead() -> None:
+    """When the tests begin: pip waits for the index most of the time, and takes little from the tests that run then."""
+
+    def every() -> dict[str, str]:
+        with TemporaryDirectory() as folder, ThreadPoolExecutor(6) as pool:
+            said = pool.map(lambda one: resolve(*one, Path(folder)), wanted_wheels())
+            return {
+                f"{machine}, Python {python}": text
+                for (machine, python, _), text in zip(wanted_wheels(), said, strict=True)
+            }
+
+    pool = ThreadPoolExecutor(1)
+    RESOLVING.append(pool.submit(every))
+    pool.shutdown(wait=False)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.ahead(begin=resolve_ahead)
+@pytest.mark.timeout(1500)
+def test_everything_resolves_from_wheels_alone() -> None:
+    (said,) = RESOLVING
+    failed = {what: text for what, text in said.result().items() if text}
+    assert len(said.result()) == len(wanted_wheels())
     assert not failed, failed
 
 
