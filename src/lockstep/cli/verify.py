@@ -36,6 +36,7 @@ class VerifyArguments:
     lockstep verify
 
     lockstep verify --preset hybrids
+    lockstep verify --preset experts
 
     lockstep verify --strategies bucketed ddp --world-size 3 --steps 50
 
@@ -82,6 +83,9 @@ def main(argv: list[str]) -> int:
     check_ranges(Config(model=arguments.model))
     request = Request([], arguments.steps, arguments.model if user_model else None, arguments.precision)
     request.savers = arguments.savers
+    if arguments.preset == "experts":
+        request.experts = request.only_values = True
+        request.steps = arguments.steps if flag_value(rest, "--steps") is not None else 3
     if isinstance(arguments.model, Own):
         request.own = Config(arguments.model, arguments.data, arguments.train)
         check_ranges(request.own)

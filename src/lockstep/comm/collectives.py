@@ -103,7 +103,7 @@ def _issue(
     group: Group,
     start: Callable[[], dist.Work | None],
     parts: int = 1,
-    nbytes: int | None = None,
+    nbytes: float | None = None,
 ) -> Pending:
     """Issue it, and record it. `payload`: the whole array that it carries, or one of its equal `parts`. `nbytes`: of
     the whole, where its parts are not equal.
@@ -235,7 +235,7 @@ def all_to_all_async(
     nbytes = None
     if sent is not None and group.size > 1:  # of an array of which all but an n-th leaves this rank
         leaving = tensor.nbytes * (sum(sent) - sent[group.rank]) // max(1, sum(sent))
-        nbytes = round(leaving * group.size / (group.size - 1))
+        nbytes = leaving * group.size / (group.size - 1)
     return _issue("all_to_all", tensor, purpose, group, start, nbytes=nbytes)
 
 

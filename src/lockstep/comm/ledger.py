@@ -70,8 +70,8 @@ class Entry:
     axis: str
     """Along which axes of the layout the group lies: "shard", "replicate x shard"."""
     group_size: int
-    nbytes: int
-    """Payload S in bytes."""
+    nbytes: float
+    """Payload S in bytes; of an uneven all-to-all, that of an even one that sends as much."""
     issued: Mark
     subject: str = ""
     """The bucket or block that it carries."""
@@ -101,7 +101,7 @@ class Entry:
     @property
     def cut(self) -> str:
         """The model axis that it belongs to, or "data": gradients are also reduced over the ranks of cp."""
-        return self.axis if self.purpose == "activations" or self.axis in ("pp", "tp") else "data"
+        return self.axis if self.purpose == "activations" or self.axis in ("pp", "tp", "ep") else "data"
 
     @property
     def wire_bytes(self) -> float:
@@ -149,7 +149,7 @@ class Ledger:
         self.entries = []
         self.started = mark(self.device)
 
-    def add(self, operation: str, purpose: str, group: Group, nbytes: int) -> Entry:
+    def add(self, operation: str, purpose: str, group: Group, nbytes: float) -> Entry:
         entry = Entry(operation, purpose, group.axis, group.size, nbytes, mark(self.device), _subject)
         entry.wait_started = entry.issued if _standing_still else None
         entry.awaited_later = _awaited_later

@@ -64,14 +64,14 @@ class Layout:
         ranks that hold replicas of the dense parts, and `over_tp` over the tp ranks too: neighbours share the experts.
         """
         axes = ("replicate", "shard", "cp", *(("tp",) if over_tp else ()))
-        if self.group(*axes).size == 1:
-            return ALONE, ALONE, ALONE
+        if ep == 1:
+            return ALONE, self.gradient, self.group(*axes)
         ranks = self._ranks(axes)
         block, place = divmod(ranks.index(self.world.rank), ep)
         return (
             self._group_of("ep", ranks[block * ep : (block + 1) * ep]),
             self._group_of("replicas of experts", ranks[place::ep]),
-            self.group(*axes),
+            self._group_of(" x ".join(self._spanned(axes)), ranks),
         )
 
     def _group_of(self, axis: str, ranks: list[int]) -> Group:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.errors import UserError
-from lockstep.models.autocast import no_autocast
+from lockstep.models.autocast import autocast_dtype, no_autocast
 from lockstep.models.balance import Tally, accumulate_load
 from lockstep.models.grouped import Counts, grouped_linear
 from lockstep.uncompiled import uncompiled
@@ -165,7 +165,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         check_sizes(d_model, d_ff, experts, active, shared)
         check_choices(scoring, balance, balance_coefficient, z_loss, capacity)
-        self.active, self.scoring, self.normalize, self.balance = active, scoring, normalize, balance
+        self.d_model, self.active = d_model, active
+        self.scoring, self.normalize, self.balance = scoring, normalize, balance
         self.balance_coefficient, self.z_loss, self.capacity = balance_coefficient, z_loss, capacity
         self.router = Router(d_model, experts, biased=balance == "bias")
         self.experts = Experts(experts, d_model, d_ff)
@@ -204,7 +205,8 @@ class MixtureOfExperts(nn.Module):
         if self.capacity is not None:
             (choices,) = every
             every = [within_capacity(choices, routes.chosen, tallied.earlier, self.limit(tallied.load))]
-        pieces = self.enter(tokens).tensor_split(self.parts)
+        dtype = autocast_dtype(x.device)
+        pieces = self.enter(tokens if dtype is None else tokens.to(dtype)).tensor_split(self.parts)
         rows = [_Spread.apply(part, c, self.active) for part, c in zip(pieces, every, strict=True)]
         rows = self.exchange(self.experts, rows, [choices.counts for choices in every], meanwhile)
         results = torch.cat([_Collect.apply(part, c) for part, c in zip(rows, every, strict=True)])

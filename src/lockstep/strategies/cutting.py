@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from lockstep.layout import Layout
+from lockstep.models.experts import mixtures_in
 from lockstep.strategies.context import cut_positions
 from lockstep.strategies.experts import cut_experts
 from lockstep.strategies.native_context import attend_by_torch
@@ -19,6 +20,7 @@ def cut_model(
 ) -> tuple[nn.Module, Cut, bool]:
     """(this rank's part of the model, how to run it, whether it is on `place` in the run's dtype already)."""
     parallel, degrees = options.parallel, layout.degrees
+    balances = any(mixture.needs_load for mixture in mixtures_in(model).values())
     plan = TensorPlan.of(model, degrees.tp, options.loss)
     model = cut_into_stages(model, layout, parallel)
     apart = cut_experts(model, layout, parallel)
@@ -29,6 +31,6 @@ def cut_model(
     else:
         measure = cut_tensors(model, plan, layout.group("tp"), parallel, apart)
     if "cp" in parallel.native and degrees.cp > 1:
-        return model, Cut(measure, attend_by_torch(model, layout)), by_dtensor
+        return model, Cut(measure, attend_by_torch(model, layout), balances), by_dtensor
     cut_positions(model, layout.group("cp"), parallel.attention)
-    return model, Cut(measure), by_dtensor
+    return model, Cut(measure, balances_experts=balances), by_dtensor

@@ -88,10 +88,11 @@ class HandWritten(ByHand):
             case "flat":
                 buckets = [list(reversed(sizes.sizes))]
             case "bucketed":
-                buckets = law.bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, law.FIRST_BUCKET_SHARE)
+                buckets = sizes.buckets(parallel.bucket_mb, law.FIRST_BUCKET_SHARE)
             case _:
                 buckets = [[size] for size in reversed(sizes.sizes)]
-        flags, itemsize = law.flags_of(len(sizes.sizes)), sizes.itemsize
+        # The outcome of backward goes with the model's own.
+        flags, itemsize = len(sizes.sizes) + (sizes.kind is None), sizes.itemsize
         match parallel.compression:
             case "topk":
                 return law.top_k(buckets, flags, parallel.topk_ratio, itemsize, ranks)

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm.collectives import all_reduce_mean
+from lockstep.comm.collectives import Pending, all_reduce_mean_async
 from lockstep.comm.observe import GroupOfDDP
 from lockstep.config import Parallel
 from lockstep.layout.group import replicas_of
@@ -17,7 +18,7 @@ from lockstep.parallel.pipeline.stage import SYNCHRONIZE
 from lockstep.parallel.pipeline.tied import gradient_or_zeros
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts
-from lockstep.strategies.model_sizes import ModelSizes
+from lockstep.strategies.model_sizes import ModelSizes, copies_of
 
 DEFAULT_BUCKET_MB = 25.0
 """Not passed to DDP, as it is the default: only without a value does DDP make its first bucket smaller."""
@@ -44,19 +45,19 @@ class DDP(Engine):
         self.model = self.module = stage
         self._experts: list[nn.Parameter] = []
         """That are spread over ranks: DDP does not know of them."""
+        self._reducing: dict[Tensor, Pending] = {}
+        self._is_last = False
         self.group: GroupOfDDP | None = None
         self._missing: set[Tensor] = set()
         """In a pipeline: parameters that the pass that reduces has given no gradient."""
         self.optimizer = self.options.make_optimizer(self.trainable())
         if self.layout.gradient.size == 1 or not self.trainable():
             return
-        experts = {
-            name
-            for name, p in stage.named_parameters()
-            if replicas_of(p, self.layout.gradient).size < self.layout.gradient.size
-        }
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, experts)
-        self._experts = [p for name, p in stage.named_parameters() if name in experts and p.requires_grad]
+        experts = {name: p for name, p in stage.named_parameters() if copies_of(p) is not None}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, set(experts))
+        self._experts = [p for p in experts.values() if p.requires_grad]
+        for parameter in self._experts:
+            parameter.register_post_accumulate_grad_hook(self._expert_ready)
         # Without buffers, DDP broadcasts only once: rank 0's order of buckets, after the first step.
         broadcasts = "buffers" if any(True for _ in stage.buffers()) else "setup"
         self.group = GroupOfDDP(self.layout.gradient, broadcasts)
@@ -70,7 +71,18 @@ class DDP(Engine):
         for parameter in self.trainable() if self.layout.degrees.pp > 1 else []:
             parameter.register_post_accumulate_grad_hook(self._missing.discard)
 
+    def _expert_ready(self, parameter: Tensor) -> None:
+        """In the last micro-batch; in a pipeline, when all passes are over."""
+        if self._is_last and self.layout.degrees.pp == 1:
+            self._reduce_expert(parameter)
+
+    def _reduce_expert(self, parameter: Any) -> None:
+        if parameter not in self._reducing:
+            gradient, replicas = gradient_or_zeros(parameter), replicas_of(parameter, self.layout.gradient)
+            self._reducing[parameter] = all_reduce_mean_async(gradient, replicas, purpose="gradients")
+
     def synchronize(self, last: bool) -> AbstractContextManager[None]:
+        self._is_last = last
         if last or not isinstance(self.module, DistributedDataParallel):
             return nullcontext()
         no_sync: AbstractContextManager[None] = self.module.no_sync()
@@ -105,6 +117,7 @@ class DDP(Engine):
         if self.group is not None:
             self.group.waits_until_now(self.layout.world.device)
         for parameter in self._experts:
-            all_reduce_mean(
-                gradient_or_zeros(parameter), replicas_of(parameter, self.layout.gradient), purpose="gradients"
-            )
+            self._reduce_expert(parameter)
+        for pending in self._reducing.values():
+            pending.wait()
+        self._reducing.clear()

@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lockstep.comm.collectives import all_reduce
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Layout
 from lockstep.models.experts import MixtureOfExperts, mixtures_in
+from lockstep.models.recompute import backward_is_running
+from lockstep.parallel.experts import law
 from lockstep.parallel.experts.expert_parallel import ExpertRanks, check_experts, spread_experts
 from lockstep.parallel.experts.over_tensor import cut_along_width, share_tokens, width_of
+from lockstep.parallel.law import NOTHING, Sent
 
 
 def folds_tp(parallel: Parallel) -> bool:
@@ -30,7 +34,7 @@ def folds_tp(parallel: Parallel) -> bool:
     return parallel.tp > 1 and parallel.ep > 1 and not parallel.cut_experts
 
 
-def cut_experts(stage: nn.Module, layout: Layout, parallel: Parallel) -> set[nn.Module]:
+def cut_experts(stage: nn.Module, layout: Any, parallel: Parallel) -> set[nn.Module]:
     """Spread the experts of a model, or of a stage, in place. Returns modules whose gradients need no sum over the
     positions that sequence parallelism cuts.
     """
@@ -60,26 +64,41 @@ def cut_experts(stage: nn.Module, layout: Layout, parallel: Parallel) -> set[nn.
 class Balance:
     """Of all mixtures of a stage, over one step."""
 
-    def __init__(self, stage: nn.Module) -> None:
-        self.mixtures = list(mixtures_in(stage).values())
-        self._weight = torch.zeros(())
+    def __init__(self, stage: nn.Module, layout: Layout, parallel: Parallel, needs_load: bool) -> None:
+        """`needs_load`: of a mixture of any stage."""
+        self.layout, self.mixtures, self.needs_load = layout, list(mixtures_in(stage).values()), needs_load
+        self.weight = torch.zeros(())
+        """Of the auxiliary losses, relative to a loss of which the ranks take the mean."""
+        self._loss: Tensor | None = None
+        """This rank's part of the step's auxiliary losses."""
+        self._copies = 1 if folds_tp(parallel) else layout.degrees.tp
+        """Ranks that have the same part."""
         for mixture in self.mixtures:
             mixture.attach = self.attach
 
     def attach(self, y: Tensor, loss: Tensor) -> Tensor:
         """y, in whose backward the loss gets its gradient."""
-        attached: Tensor = _Attach.apply(y, loss, self) if loss.requires_grad else y
+        if not loss.requires_grad:
+            return y
+        if not backward_is_running():  # else it is recomputed
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        attached: Tensor = _Attach.apply(y, loss, self)
         return attached
 
     def begin(self, weight: Tensor | float) -> None:
-        """A new step. `weight`: of the auxiliary losses, relative to the mean over the ranks."""
-        self._weight = torch.as_tensor(weight)
+        """A new step."""
+        self.weight, self._loss = torch.as_tensor(weight), None
         for mixture in self.mixtures:
             mixture.tally.load_of_step = mixture.tally.since_step = mixture.tally.skipped = None
+            assert isinstance(mixture.tally, ExpertRanks), "it has been spread"
+            mixture.tally.tables.clear()
 
-    @property
-    def weight(self) -> Tensor:
-        return self._weight
+    def auxiliary_loss(self) -> float:
+        """Of the last step, over all ranks and stages. All ranks must ask together."""
+        mine = torch.zeros((), dtype=torch.float64, device=self.layout.world.device)
+        if self._loss is not None:
+            mine += self._loss / self._copies
+        return float(all_reduce(mine, group=self.layout.norm, purpose="loss"))
 
     @contextmanager
     def uncounted(self, filler: bool) -> Iterator[None]:
@@ -93,8 +112,8 @@ class Balance:
                 mixture.counted = True
 
     def needs_counting(self, micro_batches: int) -> bool:
-        """The loads of the step are not known in its first forward pass."""
-        return micro_batches > 1 and any(mixture.needs_load for mixture in self.mixtures)
+        """The loads of the step are not known in its first forward pass. All stages agree."""
+        return micro_batches > 1 and self.needs_load
 
     @torch.no_grad()
     def count(self, passes: Iterator[Any]) -> None:
@@ -121,11 +140,6 @@ class Balance:
         for mixture in self.mixtures:
             mixture.tally.skipped = skipped
 
-    def auxiliary_loss(self) -> Tensor | None:
-        """This rank's part, of the last forward pass of each mixture; None where there is none."""
-        losses = [m.auxiliary_loss.detach() for m in self.mixtures if m.needs_load]
-        return torch.stack(losses).sum() if losses else None
-
 
 class _Attach(torch.autograd.Function):
     """The output as it is; backward gives the auxiliary loss its gradient."""
@@ -139,6 +153,37 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         return gradient, ctx.balance.weight.to(ctx.like), None
+
+
+# ---- what it sends ---------------------------------------------------------------------------------------------------
+
+
+def expert_traffic(balance: Balance, micro_batches: int, recomputes: bool, compute: torch.dtype | None) -> Sent:
+    """Of the last step, by the law for what its routers have chosen. `compute`: the dtype of rows, if it is not that
+    of the weights.
+    """
+    total, repeated = NOTHING, int(balance.needs_counting(micro_batches)) + int(recomputes)
+    for mixture in balance.mixtures:
+        ranks = mixture.tally
+        assert isinstance(ranks, ExpertRanks)
+        row = mixture.d_model * (compute or mixture.experts.gate.dtype).itemsize
+        for table in ranks.tables:
+            sent, received = law.rows_of_others(table, ranks.group.rank)
+            total += law.exchanged(sent, received, row, repeated)
+    return total
+
+
+def beside_tensors(stage: nn.Module, parallel: Parallel, tokens: int) -> Sent:
+    """What the tp ranks send for the experts of one micro-batch of `tokens`."""
+    total = NOTHING
+    for mixture in mixtures_in(stage).values():
+        itemsize = mixture.router.weight.element_size()
+        row = mixture.d_model * itemsize
+        if folds_tp(parallel):
+            total += NOTHING if parallel.sequence else law.shared_tokens(tokens, row, parallel.tp)
+        else:
+            total += law.cut_experts(tokens, row, mixture.active * itemsize, parallel.tp, parallel.sequence)
+    return total
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ class FullySharded(ByHand):
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
         times = gathers(3, parallel.pp > 1, parallel.sharding == "FULL_SHARD")
-        blocks = [[prod(shape) for shape in block] for block in sizes.blocks]
+        blocks = [[prod(shape) for shape in block] for block in sizes.blocks if block]
         outside = [prod(shape) for shape in sizes.outside]
-        return fully_sharded(blocks, outside, len(sizes.sizes), times, sizes.gathered, sizes.reduced, ranks)
+        return fully_sharded(blocks, outside, sizes.trained, times, sizes.gathered, sizes.reduced, ranks)
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = stage

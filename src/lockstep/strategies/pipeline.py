@@ -6,6 +6,7 @@ that two stages have (a tied embedding) gets the sum of both: before that reduct
 reduces all of its gradients in the last pass (`sums_tied_last`).
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -93,12 +94,21 @@ class PipelineWorker(Worker):
 
     def _begin(self, batch: Batch, reduces: bool = True) -> Step:
         step = super()._begin(batch, reduces)
-        self.engine.begin_passes()
         batches = step.micro_batches
         shapes = tuple(tuple(b.inputs.shape) for b in batches)
         loss = partial(self._loss_of, step=step)
         self.passes.begin(shapes, lambda i: batches[i].inputs, loss, partial(self._around_pass, step=step))
         return step
+
+    def _before_passes(self, step: Step) -> None:
+        self.engine.begin_passes()
+        super()._before_passes(step)
+
+    def _forwards_alone(self, step: Step) -> Iterator[Any]:
+        """All stages, one after the other; what is gathered stays for the passes of the step."""
+        for micro_batch in step.micro_batches:
+            with self.balance.uncounted(micro_batch.filler), self.precision():
+                yield self._forward_alone(micro_batch.inputs)
 
     def _carry_out(self, instruction: Instruction, step: Step) -> None:
         """Passes and messages here, reduce and step as without a pipeline."""
@@ -156,6 +166,11 @@ class PipelineWorker(Worker):
             self.engine.reduce_rest()
 
     def predict(self, inputs: Tensor) -> Tensor | None:
+        outputs = self._forward_alone(inputs)
+        self.engine.release()
+        return outputs
+
+    def _forward_alone(self, inputs: Tensor) -> Tensor | None:
         """All stages, one after the other."""
         found: list[Tensor] = []
 
@@ -167,5 +182,4 @@ class PipelineWorker(Worker):
         for instruction in self._evaluation:
             self._forwards.carry_out(instruction)
         self._forwards.forget()
-        self.engine.release()
         return found[0] if found else None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lockstep.config import Parallel
 from lockstep.layout import Held
-from lockstep.parallel.data.law import FIRST_BUCKET_SHARE, bucket_sizes
+from lockstep.parallel.data.law import FIRST_BUCKET_SHARE
 from lockstep.parallel.law import Sent
 from lockstep.parallel.zero.law import sharded_state
 from lockstep.parallel.zero.sharded_data_parallel import ShardedDataParallel
@@ -48,8 +48,8 @@ class ShardedState(ByHand):
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
-        buckets = bucket_sizes(sizes.sizes, sizes.itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
-        return sharded_state(buckets, len(sizes.sizes), sizes.itemsize, ranks)
+        buckets = sizes.buckets(parallel.bucket_mb, FIRST_BUCKET_SHARE)
+        return sharded_state(buckets, sizes.trained, sizes.itemsize, ranks)
 
     def wrap(self, stage: nn.Module) -> None:
         self.model = stage

@@ -8,7 +8,7 @@ from lockstep.comm.by_hand import ALGORITHM_NAMES
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Degrees
-from lockstep.parallel.law import NOTHING, Sent
+from lockstep.parallel.law import Sent, added
 from lockstep.strategies.axes import model_degrees, with_axes
 from lockstep.strategies.data_parallel import HandWritten
 from lockstep.strategies.ddp import DDP
@@ -108,7 +108,10 @@ def strategy_names(wanted: tuple[str, ...] | list[str]) -> list[str]:
 
 def expected_traffic(sizes: ModelSizes, parallel: Parallel, ranks: int, table: Table = STRATEGIES) -> Sent | None:
     """What theory says about one step; None where there is no closed form (yet)."""
-    return NOTHING if ranks == 1 else table[parallel.data].traffic(sizes, parallel, ranks)
+    if sizes.parts and parallel.sharding == "HYBRID_SHARD":
+        return None
+    parts = [(ranks, sizes), *sizes.parts.items()]
+    return added(table[parallel.data].traffic(part, parallel, n) for n, part in parts if n > 1)
 
 
 def strategy_dividing(zero_stage: int, cuts_model: bool) -> str:

@@ -8,6 +8,7 @@ from torch import nn
 from lockstep.config import Parallel
 from lockstep.data import Batch, first_rows
 from lockstep.layout import Degrees, Group, Layout
+from lockstep.models.experts import mixtures_in
 from lockstep.models.loss import LossSum
 from lockstep.parallel.context import law as context
 from lockstep.parallel.law import NOTHING, Sent, added, all_gather
@@ -18,6 +19,7 @@ from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowPa
 from lockstep.parallel.tensor.tensor_parallel import SummedOverPositions
 from lockstep.strategies.context import attention_of, cut_positions
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.experts import beside_tensors, cut_experts
 from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
 from lockstep.strategies.table import STRATEGIES, Table, expected_traffic
@@ -34,6 +36,10 @@ class FirstRank:
         (axis,) = axes
         return Group(axis, 0, self.degrees.by_axis()[axis])
 
+    def experts(self, ep: int, over_tp: bool) -> tuple[Group, Group, Group]:
+        ranks = self.degrees.replicate * self.degrees.shard * self.degrees.cp * (self.degrees.tp if over_tp else 1)
+        return Group("ep", 0, ep), Group("replicas of experts", 0, ranks // ep), Group("", 0, ranks)
+
 
 def traffic_by_axis(
     model: nn.Module,
@@ -49,6 +55,7 @@ def traffic_by_axis(
     degrees = layout.degrees
     pp, tp, cp = (layout.group(axis) for axis in ("pp", "tp", "cp"))
     micro_batches = batch.micro_batches(accumulation if pp.size == 1 else micro_batches_of(parallel, accumulation))
+    counts_experts = any(mixture.needs_load for mixture in mixtures_in(model).values())
     stage, plan = cut_on_meta(model, layout, parallel, loss)
     ranks = degrees.replicate * degrees.shard * degrees.cp
     found = {"data": expected_traffic(ModelSizes.of(stage, compute, parallel.reduce_dtype), parallel, ranks, table)}
@@ -68,6 +75,10 @@ def traffic_by_axis(
         tensor_traffic(stage, plan, tp.size, parallel.sequence, tokens, positions, first, layout_pieces(layout, count))
         for count, tokens in rows
     )
+    if tp.size > 1 and found["tp"] is not None:
+        found["tp"] += added(beside_tensors(stage, parallel, tokens) for _, tokens in rows) or NOTHING
+    if len(rows) > 1 and counts_experts:  # a forward pass more
+        found |= {axis: None for axis, group in (("tp", tp), ("cp", cp)) if group.size > 1}
     found["cp"] = added(
         context_traffic(stage, cp.size, parallel.attention, count, positions * cp.size, itemsize) for count, _ in rows
     )
@@ -80,6 +91,8 @@ def traffic_by_axis(
             elements //= tp.size
         passed = pipeline.activations(placement_for(parallel), pp.rank, elements * itemsize, len(rows))
         shard = 0 if isinstance(layout, FirstRank) else layout.group("shard", "cp").rank
+        if len(rows) > 1 and counts_experts:
+            passed += pipeline.forward_activations(placement_for(parallel), pp.rank, elements * itemsize, len(rows))
         tied = tied_traffic(stage, table[parallel.data], shard, degrees.shard * degrees.cp, itemsize)
         found["pp"] = None if width is None else added([passed, tied])
     return {axis: None if axis in parallel.native else sent for axis, sent in found.items()}
@@ -92,7 +105,8 @@ def cut_on_meta(
     pp, tp, cp = (layout.group(axis) for axis in ("pp", "tp", "cp"))
     plan = TensorPlan.of(model, tp.size, loss)
     stage = model if pp.size == 1 else cut_stage(model, placement_for(parallel), pp)
-    cut_tensors(stage, plan, tp, parallel)
+    apart = cut_experts(stage, layout, parallel)
+    cut_tensors(stage, plan, tp, parallel, apart)
     cut_positions(stage, cp, parallel.attention)
     return stage, plan
 
@@ -153,10 +167,10 @@ def tensor_traffic(
             case _:
                 continue
         is_first = False
+    for part in stage.modules():
+        if isinstance(part.forward, SummedOverPositions):
+            total += tensor.replicated(sum(p.nbytes for p in part.parameters(recurse=False)), n)
     if sequence:
-        for part in stage.modules():
-            if isinstance(part.forward, SummedOverPositions):
-                total += tensor.replicated(sum(p.nbytes for p in part.parameters(recurse=False)), n)
         for name, kind in plan.kinds.items():
             if kind == "sequence":  # its output is for all samples alike
                 embedding = stage.get_submodule(name)

@@ -73,7 +73,7 @@ class Worker:
         """Copies of the state for a save, which the optimizer's step must wait for."""
         self.save_requested = False
         """Likewise for a checkpoint, once."""
-        self.balance = Balance(self.engine.model)
+        self.balance = Balance(self.engine.model, self.layout, self.engine.parallel, cut.balances_experts)
         """Of the model's experts, if it has any."""
         self._fused: bool | None = None  # whether all ranks' optimizers are fused; found at the first step
         self.instructions = [*one_stage(self.options.accumulation)]
@@ -131,12 +131,16 @@ class Worker:
         totals = Totals(sums, counts, Pending(None), torch.zeros_like(sums[0]))
         step = Step(self._micro_batches(batch), totals, counting, reduces)
         self.balance.begin(self.layout.gradient.size * (1.0 if self.loss_scale is None else self.loss_scale.scale))
-        if self.balance.needs_counting(len(step.micro_batches)):
-            self.balance.count(self._uncounted_forwards(step))
+        self._before_passes(step)
         return step
 
-    def _uncounted_forwards(self, step: Step) -> Iterator[Any]:
-        """Each micro-batch, forward without gradients."""
+    def _before_passes(self, step: Step) -> None:
+        """Count what experts are used for in the whole step, where its first micro-batch must know."""
+        if self.balance.needs_counting(len(step.micro_batches)):
+            self.balance.count(self._forwards_alone(step))
+
+    def _forwards_alone(self, step: Step) -> Iterator[Any]:
+        """Each micro-batch, without a backward."""
         for micro_batch in step.micro_batches:
             with self.balance.uncounted(micro_batch.filler), self.precision():
                 yield self.predict(micro_batch.inputs)

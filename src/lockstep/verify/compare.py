@@ -154,6 +154,9 @@ class Findings:
         size = finite(abs(mean - expected.loss) / max(1.0, abs(expected.loss)))
         self.loss_differs |= size > self.tolerance
         self.note(step, {("loss", "the loss"): size})
+        if getattr(self.scenario.model, "experts", 0) and not self.scenario.unobserved:  # it is the last step's
+            off = abs(self.strategy.worker.balance.auxiliary_loss() - expected.auxiliary)
+            self.note(step, {("loss", "the auxiliary loss of the experts"): finite(off / max(1.0, expected.auxiliary))})
         if expected.correct is not None:
             said = f"the number of right answers ({got.correct:.0f} for {expected.correct:.0f})"
             self.note(step, {("loss", said): abs(got.correct - expected.correct)})

@@ -13,7 +13,7 @@ from lockstep.parallel.law import Sent, Shape
 from lockstep.parallel.zero.law import most_held
 from lockstep.strategies import ParallelModel
 
-MODEL_AXES = ("data", "tp", "cp", "pp")
+MODEL_AXES = ("data", "tp", "cp", "ep", "pp")
 Pair = tuple[float, float]
 """Counted, and by the law."""
 

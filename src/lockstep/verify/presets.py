@@ -20,6 +20,7 @@ AT_4 = (
 )
 """What is invisible at two ranks: a third hop, a third rank's norm, shared heads; and an axis beside another."""
 AT_8 = ("zero1,pp=2:zb-h1,tp=2:sequence",)
+WITH_EXPERTS = {2: ("bucketed,ep=2",), 4: ("zero3,tp=2:sequence,ep=4", "zero1,pp=2:zb-h1,ep=2")}
 """Three axes at once."""
 
 HYBRIDS: Matrix = {
@@ -52,16 +53,39 @@ def _foreign_last(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: STRATEGIES[strategy_named(name).data].package is not None)
 
 
+EXPERTS: Matrix = {
+    2: [
+        *(f"{name},ep=2" for name in ("naive", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp")),
+        *("bucketed", "zero3", "fsdp", "single,tp=2", "single,tp=2:sequence", "bucketed,cp=2", "single,pp=2:1f1b"),
+        *("bucketed,ep=2:halves", "zero3,ep=2:halves", "bucketed,cp=2,ep=2", "single,tp=2,ep=2"),
+        "single,tp=2:sequence,ep=2",
+    ],
+    4: [
+        *("bucketed,ep=2", "overlap,ep=2", "ddp,ep=2", "zero1,ep=4", "zero2,ep=2", "zero3,ep=2", "fsdp,ep=2"),
+        *("zero1,tp=2,ep=2:cut", "bucketed,tp=2,ep=2", "zero3,tp=2:sequence,ep=4", "single,tp=4,ep=4"),
+        *("bucketed,tp=2:sequence,ep=2:cut", "zero2,cp=2,ep=4", "zero3,cp=2:ulysses,ep=2"),
+        *("zero1,pp=2:interleaved,ep=2", "zero3,pp=2:zb-h1,ep=2", "fsdp,pp=2:1f1b,ep=2", "ddp,pp=2:gpipe,ep=2"),
+        *("bucketed,pp=2:zb-v,ep=2", "fsdp+HYBRID_SHARD,ep=2"),
+    ],
+    8: ["zero1,pp=2:zb-h1,tp=2:sequence,ep=4", "zero3,cp=2,tp=2,ep=4"],
+}
+"""Experts beside everything else; without ep every rank has all of them."""
+
 PRESETS: dict[str, tuple[str, Callable[[], Matrix]]] = {
     "standard": (
         "every data strategy and every axis at 2 ranks, pairs of axes at 4, three axes at 8",
-        lambda: {2: _foreign_last([*data(), *AXES_AT_2]), 4: list(AT_4), 8: list(AT_8)},
+        lambda: {
+            2: _foreign_last([*data(), *AXES_AT_2, *WITH_EXPERTS[2]]),
+            4: [*AT_4, *WITH_EXPERTS[4]],
+            8: list(AT_8),
+        },
     ),
     "data": ("every data strategy at 2 and at 4 ranks", lambda: {2: data(), 4: data()}),
     "hybrids": (
         "every axis, by hand and PyTorch's own, with every kind of engine, at 2, 4 and 8 ranks",
         lambda: HYBRIDS,
     ),
+    "experts": ("blocks with experts under every engine, beside every axis, at 2, 4 and 8 ranks", lambda: EXPERTS),
 }
 
 

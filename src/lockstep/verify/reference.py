@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.config.user_code import imported
 from lockstep.data import IGNORED, Batch, called_with
 from lockstep.layout import World
+from lockstep.models.experts import mixtures_in
 from lockstep.models.loss import class_last, logits_of
 from lockstep.training.optimizer import optimizer_factory
 from lockstep.verify.activations import Activations
@@ -35,6 +36,8 @@ class Moment:
     """And buffers."""
     evaluation: tuple[float, float | None]
     """Mean loss and accuracy over the scenario's test samples."""
+    auxiliary: float = 0.0
+    """What experts add to the loss for their balance."""
     activations: dict[str, Tensor] = field(default_factory=dict)
     """Of this step's forward, by module."""
 
@@ -88,7 +91,9 @@ class Reference:
         with Activations(self._model) as activations:
             outputs = called_with(self._model, batch.inputs)
         loss, correct = self._measure(outputs, batch.targets)
-        loss.backward()
+        balance = [mixture.auxiliary_loss for mixture in mixtures_in(self._model).values()]
+        auxiliary = torch.stack(balance).sum() if balance else torch.zeros_like(loss)
+        (loss + auxiliary).backward()
         parameters = [p for p in self._model.parameters() if p.grad is not None]
         for parameter in parameters:
             parameter.grad = (
@@ -99,7 +104,14 @@ class Reference:
         gradients = {n: p.grad.clone() for n, p in self._model.named_parameters() if p.grad is not None}
         self._optimizer.step()
         return Moment(
-            loss.item(), correct, norm.item(), gradients, self._weights(), self._evaluate(), activations.whole()
+            loss.item(),
+            correct,
+            norm.item(),
+            gradients,
+            self._weights(),
+            self._evaluate(),
+            auxiliary.item(),
+            activations.whole(),
         )
 
     def _measure(self, outputs: Any, targets: Tensor) -> tuple[Tensor, float | None]:

@@ -37,9 +37,11 @@ from lockstep.verify.reference import Reference
 from lockstep.verify.resume import check_resume, check_samples
 from lockstep.verify.scenarios import (
     CUT_GPT,
+    EXPERT_GPT,
     TANGLED,
     Scenario,
     cut_scenarios,
+    expert_scenarios,
     saver_scenarios,
     scenarios_for,
     switch_off_dropout,
@@ -94,6 +96,8 @@ class Request:
     """Verify activation checkpointing and LoRA with each strategy, instead of the plain scenarios."""
     own: Config | None = None
     """Verify with this config's model, data and loss, where they are the user's own."""
+    experts: bool = False
+    """Verify with models that have experts; strategies with ep always are."""
     only_values: bool = False
     """Equality and traffic only; nothing of the order, memory, loops, dropout and resuming."""
 
@@ -131,6 +135,8 @@ def scenarios_of(request: Request, parallel: Parallel, table: Table = STRATEGIES
         return saver_scenarios(request.model)
     if request.own is not None:
         return user_scenarios(request.own)
+    if request.experts or parallel.ep > 1:
+        return expert_scenarios(placement_for(parallel).parts, adapted=not cut_axes(parallel))
     if all(degree == 1 for degree in model_degrees(parallel).values()):
         survives = request.is_whole and table[parallel.data].takes_any_graph
         return [*scenarios_for(request.model), *([TANGLED] if survives else [])]
@@ -215,9 +221,10 @@ class Proofs:
         facts, cut = engine.facts(parallel), cut_axes(parallel)
         exact = facts.law is None
         on_cpu = self.world.device.type == "cpu"  # CUDA events have no order on the host, and a GPU's sums vary
-        layers = max(4, placement_for(parallel).parts - 2)
+        layers = max(4 if parallel.ep == 1 else 8, placement_for(parallel).parts - 2)  # experts are reduced apart
         recompute: Recompute = "full" if parallel.cp > 1 or (parallel.pp > 1 and parallel.schedule in PLAIN) else "none"
-        structured = Scenario("structure", replace(CUT_GPT, layers=layers), (8,), recompute=recompute)
+        model = EXPERT_GPT if parallel.ep > 1 else CUT_GPT
+        structured = Scenario("structure", replace(model, layers=layers), (8,), recompute=recompute)
         if exact and on_cpu and not parallel.native and precision == "fp64":
             reference = self._reference(structured, parallel)
             strategy = spread(reference, parallel, self.table)
@@ -238,8 +245,7 @@ class Proofs:
             yield check_loop(spread(reference, parallel, self.table), reference)
         drops = parallel.tp > 1 or facts.divides[0]
         if exact and drops and on_cpu and not parallel.native and precision == "fp64":
-            model = replace(CUT_GPT, layers=layers, dropout=0.3)
-            scenario = Scenario("dropout", model, (max(8, self.world.size),))
+            scenario = Scenario("dropout", replace(model, layers=layers, dropout=0.3), (max(8, self.world.size),))
             yield check_dropout(self.world, scenario, parallel, self.table)
         if exact and facts.divides[0] and not cut and on_cpu:
             yield self._check_bf16(structured, parallel)
@@ -289,12 +295,13 @@ class Proofs:
     def _check_state(self, strategy: ParallelModel, scenario: Scenario, cost: Cost) -> list[str]:
         """What a rank holds between steps, by the shapes that the axes of the model leave it."""
         parallel = strategy.parallel
-        key = (repr(scenario), parallel.tp, parallel.cp, parallel.pp, placement_for(parallel).chunks)
+        key = (repr(scenario), parallel.tp, parallel.cp, parallel.ep, parallel.pp, placement_for(parallel).chunks)
         if key not in self._sizes:
             with torch.device("meta"):
                 model = scenario.build(seed=0).to(strategy.options.dtype)
             self._sizes[key] = ModelSizes.of(cut_on_meta(model, strategy.layout, parallel, strategy.options.loss)[0])
-        return cost.weigh_state(strategy, self._sizes[key].shapes, self._sizes[key].itemsize)
+        sizes = self._sizes[key]
+        return cost.weigh_state(strategy, sizes.shapes, sizes.itemsize) if not sizes.parts else []
 
     def _reference(self, scenario: Scenario, parallel: Parallel) -> Reference:
         """Adam divides by its own noise, so float32 is compared under SGD. Local SGD equals one process only where

@@ -19,6 +19,8 @@ SMALL_CNN = CNN(channels=(6,), hidden=16)
 SMALL_GPT = GPT(d_model=16, layers=1, heads=2, context=12, vocabulary=31)
 CUT_GPT = GPT(d_model=16, layers=2, heads=4, context=16, vocabulary=31)
 """For strategies that cut the model itself; no degree divides its vocabulary."""
+EXPERT_GPT = replace(CUT_GPT, norm="rmsnorm", activation="swiglu", experts=8, expert_width=12)
+"""Eight experts in each block, of which a token takes two."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,26 @@ def cut_scenarios(model: Model | None, parts: int = 1, positions: int = 1) -> li
         Scenario("accumulated", tied, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
         Scenario("recomputed", llama, (8,), accumulation=2, recompute="full"),
         Scenario("LoRA", tied, (6,), accumulation=2, clip_norm=0.1, lora_rank=2),
+    ]
+
+
+def expert_scenarios(parts: int = 1, adapted: bool = True) -> list[Scenario]:
+    """Blocks with experts: balanced by a loss or by a bias, with ranks and experts that get no token. `adapted`: with
+    adapters too.
+    """
+    layers = max(EXPERT_GPT.layers, parts - 2)
+    plain = replace(EXPERT_GPT, layers=layers)
+    shared = replace(plain, kv_heads=2, tied=False, position="rope", shared_experts=1, scoring="sigmoid", z_loss=1e-3)
+    biased = replace(plain, balance="bias", balance_coefficient=0.05, scoring="sigmoid", dense_layers=1)
+    adapters = Scenario(
+        "experts, LoRA", replace(plain, normalize=False, dense_layers=1), (6,), accumulation=2, lora_rank=2
+    )
+    return [
+        Scenario("experts", plain, (8,)),
+        Scenario("uneven experts", shared, (13, 6, 1), clip_norm=0.1, unobserved=True),
+        Scenario("accumulated experts", plain, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
+        Scenario("biased experts", biased, (8,), accumulation=2, recompute="full"),
+        *([adapters] if adapted else []),
     ]
 
 

@@ -29,9 +29,10 @@ from lockstep.comm.ledger import Entry
 from lockstep.intervals import covered
 from lockstep.layout.region import local
 from lockstep.models.blocks import blocks_of
-from lockstep.parallel.data.law import FIRST_BUCKET_SHARE, bucket_sizes
+from lockstep.parallel.data.law import FIRST_BUCKET_SHARE, buckets_by_kind
 from lockstep.parallel.zero.law import gathers, padded
 from lockstep.strategies import ParallelModel
+from lockstep.strategies.model_sizes import copies_of
 from lockstep.verify.cost import Cost
 
 PRODUCTS = ("mm", "addmm", "bmm")
@@ -245,9 +246,11 @@ def _memory(strategy: ParallelModel) -> Iterator[str]:
     if n == 1 or whole_gradients or not whole_parameters or not trained:
         return
     itemsize = trained[0].element_size()
-    buckets = bucket_sizes([p.numel() for p in trained], itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE)
-    rows = [padded(bucket, itemsize, n) * itemsize for bucket in buckets]
-    most = sum(rows) / n + sum(sorted(rows)[-2:])
+    sizes = [(p.numel(), copies_of(p) or n) for p in trained]
+    most = 0.0
+    for copies, buckets in buckets_by_kind(sizes, itemsize, parallel.bucket_mb, FIRST_BUCKET_SHARE).items():
+        rows = [padded(bucket, itemsize, copies) * itemsize for bucket in buckets]
+        most += sum(rows) / copies + sum(sorted(rows)[-2:])
     held = [t for t in map(local, [*engine.gradient_memory(), *engine.gradient_buffers()]) if t.numel()]
     places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in held]
     if covered(places) > most:

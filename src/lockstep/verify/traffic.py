@@ -6,6 +6,8 @@ from lockstep.comm.ledger import Ledger
 from lockstep.data import Batch
 from lockstep.parallel.law import Sent
 from lockstep.strategies import ParallelModel
+from lockstep.strategies.experts import expert_traffic
+from lockstep.strategies.pipeline import micro_batches_of
 from lockstep.strategies.table import Table
 from lockstep.strategies.traffic import traffic_by_axis
 from lockstep.verify.scenarios import Scenario
@@ -22,6 +24,9 @@ def check_traffic(
         model = scenario.build(seed=0).to(options.dtype)
     share = batch.share(strategy.batch_share())
     laws = traffic_by_axis(model, layout, parallel, options.loss, share, options.accumulation, table, compute)
+    if parallel.ep > 1:
+        count = micro_batches_of(parallel, options.accumulation) if layout.degrees.pp > 1 else options.accumulation
+        laws["ep"] = expert_traffic(strategy.worker.balance, count, options.recompute != "none", compute)
     broken = []
     for axis, theory in laws.items():
         sent = strategy.ledger.traffic(axis)

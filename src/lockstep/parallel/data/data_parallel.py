@@ -80,8 +80,7 @@ class DataParallel(GradientWrapper):
         self._sparse = [p for p in trainable if p in sparse]
         dense = [p for p in trainable if p not in sparse]
         make_reducer(compression, topk_ratio, powersgd_rank)  # refuses a wrong name, at world size 1 too
-        alone = [p for p in dense if replicas_of(p, self.group).size == 1]
-        groups = self._group([p for p in dense if p not in set(alone)], bucket_mb)
+        groups = [g for g in self._group(dense, bucket_mb) if replicas_of(g[0], self.group).size > 1]
         self._overlaps = sync in ("overlap", "bucketed")
         self.buckets = [Bucket(g, replicas_of(g[0], self.group), g is groups[-1], algorithm) for g in groups]
         self._reducers = [make_reducer(compression, topk_ratio, powersgd_rank) for _ in self.buckets]

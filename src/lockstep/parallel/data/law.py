@@ -9,9 +9,13 @@
 for the outcome of backward. A rank holds all of Ψ: as parameters, as gradients and in the optimizer's state.
 """
 
+from collections.abc import Sequence
 from math import ceil, prod
+from typing import TypeVar
 
 from lockstep.parallel.law import NOTHING, Sent, Shape, all_gather, all_reduce
+
+Kind = TypeVar("Kind")
 
 FIRST_BUCKET_SHARE = 1 / 3
 """Size of the first bucket relative to the others: it closes early, so that communication starts early."""
@@ -19,13 +23,24 @@ FIRST_BUCKET_SHARE = 1 / 3
 
 def bucket_sizes(sizes: list[int], itemsize: int, bucket_mb: float, first_share: float = 1.0) -> list[list[int]]:
     """Elements of each parameter of each bucket: filled from the last parameter on, closed when the cap is reached."""
+    return buckets_by_kind([(size, None) for size in sizes], itemsize, bucket_mb, first_share).get(None, [])
+
+
+def buckets_by_kind(
+    sizes: Sequence[tuple[int, Kind]], itemsize: int, bucket_mb: float, first_share: float = 1.0
+) -> dict[Kind, list[list[int]]]:
+    """As `bucket_sizes`, where only parameters of one kind share a bucket: (elements, kind) of each parameter."""
     cap = bucket_mb * 1024 * 1024 / itemsize
-    buckets: list[list[int]] = [[]]
-    for size in reversed(sizes):
-        buckets[-1].append(size)
-        if sum(buckets[-1]) >= (cap * first_share if len(buckets) == 1 else cap):
-            buckets.append([])
-    return [b for b in buckets if b]
+    closed: dict[Kind, list[list[int]]] = {}
+    filling: dict[Kind, list[int]] = {}
+    for size, kind in reversed(sizes):
+        bucket = filling.setdefault(kind, [])
+        bucket.append(size)
+        if sum(bucket) >= (cap if closed else cap * first_share):
+            closed.setdefault(kind, []).append(filling.pop(kind))
+    for kind, bucket in filling.items():
+        closed.setdefault(kind, []).append(bucket)
+    return closed
 
 
 def flags_of(parameters: int) -> int:

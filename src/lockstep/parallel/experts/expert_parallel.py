@@ -31,8 +31,10 @@ from lockstep.layout.group import ALONE, Group, GroupLike, group_of
 from lockstep.layout.region import Box, Region, held_as
 from lockstep.models.balance import Tallied, Tally
 from lockstep.models.experts import Experts, MixtureOfExperts, mixtures_in, on_this_rank
+from lockstep.models.recompute import backward_is_running
 from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 from lockstep.parallel.experts.journey import Visit
+from lockstep.parallel.experts.law import Table
 from lockstep.parallel.guards import mark_spread
 
 
@@ -101,7 +103,8 @@ def spread_experts(
             offsets[inner], sizes[inner] = low, high - low
             kept = held_as(parameter, Region(tuple(parameter.shape), (Box(tuple(offsets), tuple(sizes)),)))
             setattr(experts, name, kept)
-        kept.replicas = replicas  # type: ignore[attr-defined]
+        if group.size > 1:
+            kept.replicas = replicas  # type: ignore[attr-defined]
     if is_cut:
         mark_spread(experts.parameters(), "expert_parallel")
     mixture.exchange = mixture.tally = ranks
@@ -120,6 +123,8 @@ class ExpertRanks(Tally):
         self.group, self.tallied, self.averaged, self.always_tallies = group, tallied, averaged, always_tallies
         self.sums_gradients = False
         """The caller adds up gradients, and an engine that averages them must not."""
+        self.tables: list[Table] = []
+        """How many rows each rank had for each expert, in the training passes since they were last forgotten."""
 
     def __deepcopy__(self, _: object) -> "ExpertRanks":
         """A copy of a mixture communicates with the same ranks, and has counts of its own."""
@@ -155,6 +160,8 @@ class ExpertRanks(Tally):
         tables, pending = all_gather_async(torch.stack(counts), self.group, purpose="count")
         pending.wait()
         by_part = tables.transpose(0, 1).tolist()  # part -> rank -> expert
+        if torch.is_grad_enabled() and not backward_is_running():
+            self.tables += by_part
         names = [""] if len(by_part) == 1 else [f" {i}" for i in range(len(by_part))]
         device = counts[0].device
         return [Visit(table, self.group, device, self.averaged, n) for table, n in zip(by_part, names, strict=True)]

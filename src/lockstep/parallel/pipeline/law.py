@@ -57,6 +57,13 @@ def activations(placement: Placement, rank: int, nbytes: float, micro_batches: i
     return (message(nbytes) * neighbours).in_pieces(micro_batches) if neighbours else NOTHING
 
 
+def forward_activations(placement: Placement, rank: int, nbytes: float, micro_batches: int) -> Sent:
+    """Of a forward pass without a backward: to the next part."""
+    parts = [placement.part(rank, chunk) for chunk in range(placement.chunks)]
+    following = sum(p + 1 < placement.parts and placement.place(p + 1)[0] != rank for p in parts)
+    return (message(nbytes) * following).in_pieces(micro_batches) if following else NOTHING
+
+
 def tied(nbytes: float, stages: int) -> Sent:
     """The gradient of a weight that `stages` share: this rank's part of it to each of the others."""
     return message(nbytes) * (stages - 1)

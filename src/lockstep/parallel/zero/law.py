@@ -35,7 +35,7 @@ def sharded_state(buckets: list[list[int]], parameters: int, itemsize: int, n: i
     """Stages 1 and 2: gradients to their owners, parameters back. `buckets`: elements of their parameters."""
     nbytes = sum(padded(bucket, itemsize, n) for bucket in buckets) * itemsize
     each_way = reduce_scatter(nbytes, n) + all_gather(nbytes, n)
-    return each_way.in_pieces(len(buckets)) + all_reduce(flags_of(parameters) * FLAG_BYTES, n)
+    return each_way.in_pieces(len(buckets)) + flags(parameters, n)
 
 
 def fully_sharded(
@@ -48,7 +48,12 @@ def fully_sharded(
     for count, unit in [*((times, block) for block in blocks), *([(1, outside)] if outside else [])]:
         elements = padded(unit, gathered, n)
         total += all_gather(elements * gathered, n) * count + reduce_scatter(elements * reduced, n)
-    return total + all_reduce(flags_of(parameters) * FLAG_BYTES, n)
+    return total + flags(parameters, n)
+
+
+def flags(parameters: int, n: int) -> Sent:
+    """Of all parameters together; 0: they are sent with those of others."""
+    return all_reduce(flags_of(parameters) * FLAG_BYTES, n) if parameters else NOTHING
 
 
 def fsdp2(

@@ -252,9 +252,14 @@ class ShardUnit:
 
     # ---- gradients: reduce, then hand off to `.grad` ---------------------------------------------------------
 
+    @property
+    def is_local(self) -> bool:
+        """No other rank holds it, and its gradients are where they should be."""
+        return self.resident and self.group.size == 1
+
     def has_gradients(self) -> bool:
         """Whether it has unsharded gradients that have not been reduced."""
-        return any(self.unreduced.get(i) is not None for i in self.trainable)
+        return not self.is_local and any(self.unreduced.get(i) is not None for i in self.trainable)
 
     @torch.no_grad()
     def issue_reduce(self, buffer: Tensor) -> None:
@@ -334,7 +339,7 @@ class ShardUnit:
 
     def hand_over(self, used: list[bool]) -> None:
         """Give each parameter its piece of the mean; what no rank used keeps None."""
-        for index in self.trainable:
+        for index in self.trainable if not self.is_local else ():
             parameter, piece = self.parameters[index], self.pieces.get(index)
             if not used[index] or self.gradient is None:
                 parameter.grad = None

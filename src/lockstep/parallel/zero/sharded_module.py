@@ -179,8 +179,13 @@ class ShardedModule(GradientWrapper):
             unit.unshard()
         yield
         for unit, before in zip(outside, was_whole, strict=True):
-            if not torch.is_grad_enabled() and not before:
+            if not torch.is_grad_enabled() and not before and not self.stays_unsharded:
                 unit.reshard()
+
+    @property
+    def stays_unsharded(self) -> bool:
+        """What is gathered serves passes that follow."""
+        return False
 
     def follow_freezing(self) -> None:
         """Between two steps the user may have frozen parameters, or unfrozen them."""
@@ -200,11 +205,14 @@ class ShardedModule(GradientWrapper):
 
     def make_gradient_buffers(self) -> None:
         """Unless those that there are serve all units that train."""
-        self._gradient_buffers.make_for(self.trained_units(), self._in_blocks)
+        self._gradient_buffers.make_for([u for u in self.trained_units() if not u.is_local], self._in_blocks)
 
     def reduce(self, unit: ShardUnit) -> None:
         """Issue it."""
-        unit.issue_reduce(self._gradient_buffers.take(unit))
+        if unit.is_local:
+            unit.reduced = True
+        else:
+            unit.issue_reduce(self._gradient_buffers.take(unit))
 
     def reduction_order(self) -> list[ShardUnit]:
         """The order, the same on all ranks, in which units that backward has not reduced are reduced."""

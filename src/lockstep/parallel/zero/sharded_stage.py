@@ -67,6 +67,10 @@ class ShardedStage(ShardedModule):
             args, kwargs = self.cast((args, kwargs), self.placement.compute_dtype)
             return self.module(*args, **kwargs)
 
+    @property
+    def stays_unsharded(self) -> bool:
+        return self._in_step
+
     def begin_step(self) -> None:
         """Issue the all-gathers of the whole stage."""
         self._in_step, self._issued = True, 0
@@ -86,7 +90,8 @@ class ShardedStage(ShardedModule):
         if parameter in self._watched:
             return
         self._watched.add(parameter)
-        parameter.register_post_accumulate_grad_hook(lambda _: unit.unreduced.move(index))
+        if not unit.is_local:
+            parameter.register_post_accumulate_grad_hook(lambda _: unit.unreduced.move(index))
         self.watch(parameter)
 
     def _before_block(self, block: ShardedBlock) -> Any:
@@ -101,7 +106,7 @@ class ShardedStage(ShardedModule):
 
     def _after_block(self, block: ShardedBlock) -> Any:
         def after(_: nn.Module, args: Any, outputs: Any) -> None:
-            if not torch.is_grad_enabled() and not block.was_whole and not self._in_step:
+            if not torch.is_grad_enabled() and not block.was_whole and not self.stays_unsharded:
                 block.reshard()
 
         return after
@@ -120,7 +125,10 @@ class ShardedStage(ShardedModule):
         """None: every unit is reduced where its gradients have accumulated."""
 
     def reduce(self, unit: ShardUnit) -> None:
-        unit.issue_reduce(unit.unreduced.buffer())
+        if unit.is_local:
+            unit.reduced = True
+        else:
+            unit.issue_reduce(unit.unreduced.buffer())
 
     def reduction_order(self) -> list[ShardUnit]:
         return self._order
