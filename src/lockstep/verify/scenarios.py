@@ -233,8 +233,7 @@ def expert_scenarios(parts: int = 1, adapted: bool = True) -> list[Scenario]:
     )
     return [
         Scenario("experts", plain, (8,)),
-        Scenario("uneven experts", shared, (13, 6, 1), clip_norm=0.1, unobserved=True),
-        Scenario("accumulated experts", plain, (12, 7), accumulation=3, clip_norm=0.1, padding=True),
+        Scenario("uneven experts", shared, (13, 6, 1), accumulation=3, clip_norm=0.1, padding=True),
         Scenario("biased experts", biased, (8,), accumulation=2, recompute="full"),
         *([adapters] if adapted else []),
     ]
