@@ -32,6 +32,7 @@ from lockstep.errors import UserError
 from lockstep.models.autocast import autocast_dtype, no_autocast
 from lockstep.models.balance import Tally, accumulate_load
 from lockstep.models.grouped import Counts, grouped_linear
+from lockstep.models.kernels import usable_on
 from lockstep.uncompiled import uncompiled
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -82,7 +83,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Counts) -> Tensor:
         """Rows lie expert by expert."""
-        hidden = F.silu(grouped_linear(rows, self.gate, counts)) * grouped_linear(rows, self.up, counts)
+        hidden = swiglu(grouped_linear(rows, self.gate, counts), grouped_linear(rows, self.up, counts))
         return grouped_linear(hidden, self.down, counts)
 
 
@@ -201,7 +202,6 @@ class MixtureOfExperts(nn.Module):
         if self.training:
             accumulate_load(self, counted)
         every = [sorted_by_expert(chosen, len(counted)) for chosen in routes.chosen.tensor_split(self.parts)]
-        weights = routes.weights
         if self.capacity is not None:
             (choices,) = every
             every = [within_capacity(choices, routes.chosen, tallied.earlier, self.limit(tallied.load))]
@@ -209,9 +209,9 @@ class MixtureOfExperts(nn.Module):
         pieces = self.enter(tokens if dtype is None else tokens.to(dtype)).tensor_split(self.parts)
         rows = [_Spread.apply(part, c, self.active) for part, c in zip(pieces, every, strict=True)]
         rows = self.exchange(self.experts, rows, [choices.counts for choices in every], meanwhile)
-        results = torch.cat([_Collect.apply(part, c) for part, c in zip(rows, every, strict=True)])
-        results = results.view(*weights.shape, x.shape[-1])  # (tokens, active, d_model)
-        y = self.leave((results * self.enter(weights).to(results.dtype)[..., None]).sum(1)).view(x.shape)
+        shares = self.enter(routes.weights).tensor_split(self.parts)
+        parts = [combined(part, share, c) for part, share, c in zip(rows, shares, every, strict=True)]
+        y = self.leave(parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.shape)
         self.load = tallied.load
         self.dropped = routes.counts.sum() - sum(choices.counts.sum() for choices in every)
         self.auxiliary_loss = self.loss_of_balance(routes)
@@ -284,7 +284,10 @@ def counts_of(numbers: Tensor, experts: int) -> Tensor:
 
 
 def sorted_by_expert(chosen: Tensor, experts: int) -> Sorted:
-    order = chosen.flatten().argsort(stable=True)
+    keys = chosen.flatten()
+    if experts <= 256:  # a sort of one byte is one pass
+        keys = keys.to(torch.uint8)
+    order = keys.argsort(stable=True)
     return Sorted(order, inverse_of(order), counts_of(chosen, experts))
 
 
@@ -303,6 +306,24 @@ def within_capacity(choices: Sorted, chosen: Tensor, earlier: Tensor, limit: Ten
     return Sorted(order, choices.places, counts_of(expert[stays], len(counts)), kept)
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    if usable_on(gate):
+        from lockstep.models.kernels import experts as kernels  # Triton is where GPUs are
+
+        return kernels.swiglu(gate, up)
+    return F.silu(gate) * up
+
+
+def combined(rows: Tensor, weights: Tensor, choices: Sorted) -> Tensor:
+    """Each token's results, weighted and summed: (tokens, d_model)."""
+    if usable_on(rows) and choices.kept is None:
+        from lockstep.models.kernels import experts as kernels
+
+        return kernels.combined(rows, weights, choices.places)
+    results = _Collect.apply(rows, choices).view(*weights.shape, rows.shape[-1])  # (tokens, active, d_model)
+    return (results * weights.to(results.dtype)[..., None]).sum(1)
+
+
 class _Spread(torch.autograd.Function):
     """Each choice's row: its token. Backward adds up the gradients of a token's rows, always in the same order."""
 
@@ -314,6 +335,10 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if usable_on(gradient) and ctx.choices.kept is None:
+            from lockstep.models.kernels import experts as kernels
+
+            return kernels.gathered_sums(gradient, ctx.choices.places, ctx.active), None, None
         rows = of_choices(gradient, ctx.choices)
         return rows.view(len(rows) // ctx.active, ctx.active, rows.shape[-1]).sum(1), None, None
 
