@@ -19,7 +19,7 @@ import torch
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.checkpoints import LATEST, Checkpoints
-from lockstep.config import GPT, Config, Data, Parallel, ResNet, Train
+from lockstep.config import GPT, Config, Data, Model, Parallel, ResNet, Train
 from lockstep.data import Sampler, read_share
 from lockstep.layout.world import World
 from lockstep.strategies import available_strategies, strategy_named
@@ -33,11 +33,11 @@ STEPS_AFTER = 10
 # ---- from layout to layout -----------------------------------------------------------------------------------
 
 
-def config_for(name: str) -> Config:
+def config_for(name: str, model: Model = TINY) -> Config:
     precision = "fp32" if name.startswith("deepspeed") else "fp64"
     train = Train(batch_size=6, optimizer="adamw", lr=1e-3, weight_decay=0.01, precision=precision, clip_norm=1.0)
     parallel = strategy_named(name, Parallel(bucket_mb=0.001))
-    return Config(model=TINY, data=Data(name="synthetic", samples=60), train=train, parallel=parallel)
+    return Config(model=model, data=Data(name="synthetic", samples=60), train=train, parallel=parallel)
 
 
 def go_on(world: World, config: Config, strategy: Any, first: int, steps: int) -> list[float]:
@@ -48,18 +48,20 @@ def go_on(world: World, config: Config, strategy: Any, first: int, steps: int) -
     return [strategy.step(read_share(dataset.train, i, share)).loss for i in order[first : first + steps]]
 
 
-def session(world: World, loads: list[tuple[str, str, str]], saves: list[str], base: Path) -> dict[Any, Any]:
+def session(
+    world: World, loads: list[tuple[str, str, str]], saves: list[str], base: Path, model: Model = TINY
+) -> dict[Any, Any]:
     """Save with each of `saves` after 3 steps, then load (ranks, saver, loader); each goes on for 10 steps."""
     found: dict[Any, Any] = {}
     for name in saves:
-        config = config_for(name)
+        config = config_for(name, model)
         strategy = prepare_strategy(world, config, load_data(world, config))
         go_on(world, config, strategy, 0, 3)
         weights = strategy.full_state_dict()
         Checkpoints(world, base / str(world.size) / name).save(strategy, {"step": 3}, wait=True)
         found[name] = (weights, go_on(world, config, strategy, 3, STEPS_AFTER))
     for ranks, saver, loader in loads:
-        config = config_for(loader)
+        config = config_for(loader, model)
         config.train.precision = "fp32" if "deepspeed" in (saver, loader) else "fp64"
         strategy = prepare_strategy(world, config, load_data(world, config))
         checkpoints = Checkpoints(world, base / ranks / saver)
@@ -72,11 +74,13 @@ def session(world: World, loads: list[tuple[str, str, str]], saves: list[str], b
     return found
 
 
-def check_moves(rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]], folder: Path, timeout: float) -> None:
+def check_moves(
+    rounds: list[tuple[int, list[tuple[str, str, str]], list[str]]], folder: Path, timeout: float, model: Model = TINY
+) -> None:
     """Each round is (ranks, loads, saves): what was saved by a round before has its weights, and goes on as it did."""
     saved: dict[tuple[str, str], Any] = {}
     for ranks, loads, saves in rounds:
-        found = on_ranks(session, ranks, loads, saves, folder, timeout=timeout)[0]
+        found = on_ranks(session, ranks, loads, saves, folder, model, timeout=timeout)[0]
         saved |= {(str(ranks), name): found[name] for name in saves}
         for source, saver, loader in loads:
             (weights, losses), (then, later) = found[source, saver, loader], saved[source, saver]

@@ -1,6 +1,7 @@
 """Mixtures of experts: the layer against its formulas, and its experts over ranks against one process."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep import MixtureOfExperts
+from lockstep.cli import main
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.ledger import Ledger, recording
+from lockstep.config import GPT
 from lockstep.layout.world import World
 from tests.ranks import on_ranks, refused
+from tests.test_checkpoint import check_moves
 
 D, WIDTH, EXPERTS = 6, 5, 8
 OPTIONS: list[dict[str, Any]] = [
@@ -291,3 +295,66 @@ def test_rows_in_two_parts_and_averaged_gradients() -> None:
         for (_, _, parts, _), found in zip(ways, every, strict=True):
             compare(found, one_process(PARTED), rank, 2)
             assert found["calls"].count("all_to_all") == 2 * 4 * parts
+
+
+# ---- as an axis -----------------------------------------------------------------------------------------------------
+
+SMALL = GPT(d_model=8, layers=2, heads=2, context=8, vocabulary=17, experts=4, expert_width=6, balance="bias")
+SAID = (
+    "--model.name gpt --model.layers 2 --model.d-model 16 --model.heads 2 --model.context 16 --model.experts 4 "
+    "--data.name text --data.max-bytes 60000 --train.batch-size 8 --train.evaluate-batches 1 --device cpu"
+)
+FLAGS = SAID.split()
+
+
+def test_checkpoints_move_between_ep_and_other_layouts(tmp_path: Path) -> None:
+    rounds = [
+        (1, [], ["single"]),
+        (2, [("1", "single", "zero3,ep=2")], ["bucketed,ep=2", "zero1,ep=2"]),
+        (
+            4,
+            [("1", "single", "fsdp,ep=2"), ("2", "bucketed,ep=2", "zero3,ep=4"), ("2", "zero1,ep=2", "ddp,tp=2,ep=2")],
+            ["zero3,tp=2,ep=2:cut", "fsdp,ep=4"],
+        ),
+        (2, [("4", "zero3,tp=2,ep=2:cut", "zero2,ep=2"), ("4", "fsdp,ep=4", "single,pp=2")], []),
+    ]
+    check_moves(rounds, tmp_path, 400, SMALL)
+
+
+def test_text_from_experts_over_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What two ranks write is what one writes; a run that was trained with ep goes on without."""
+    run = str(tmp_path / "run")
+    save = ["--checkpoint.every", "4", "--run-dir", run]
+    assert main(["train", *FLAGS, "--train.steps", "4", "--parallel.ep", "2", "--nproc", "2", *save]) == 0
+    capfd.readouterr()
+    texts = []
+    for nproc in ("1", "2"):
+        assert main(["generate", run, "--prompt", "def ", "im", "--tokens", "12", "--nproc", nproc]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1]
+    assert main(["train", *FLAGS, "--train.steps", "6", "--resume", run, "--nproc", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--parallel.ep 3 --nproc 2", "parallel.ep 3"),
+        ("--parallel.ep 3 --nproc 3", "4 experts cannot be spread over 3 ranks equally"),
+        ("--parallel.ep 2 --nproc 3", "parallel.ep 2 does not divide the 3 ranks of replicate x shard x cp"),
+        ("--parallel.ep 0 --nproc 2", "parallel.ep is 0"),
+        ("--model.active 5", "model.active is 5"),
+        ("--model.capacity 0", "model.capacity is 0"),
+        ("--model.capacity 1.2 --train.accumulation 2", "model.capacity takes each expert's first tokens"),
+        ("--model.dense-layers 2", "model.dense_layers 2 leaves no block"),
+        ("--parallel.data local_sgd --nproc 2", "the model has experts, and parallel.data local_sgd"),
+        ("--model.experts 0 --parallel.ep 2 --nproc 2", "parallel.ep is about experts, and GPT has none"),
+        ("--parallel.cut-experts --parallel.ep 2 --nproc 2", "parallel.cut_experts cuts experts over the ranks of"),
+        ("--parallel.tp 2 --model.expert-width 7 --nproc 2", "parallel.tp 2 does not divide the width of an expert, 7"),
+        ("--parallel.tp 4 --parallel.ep 2 --model.heads 4 --nproc 4", "is no multiple of parallel.tp 4"),
+    ],
+)
+def test_mistakes_are_one_line_before_ranks_start(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *FLAGS, "--train.steps", "1", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error

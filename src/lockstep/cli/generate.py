@@ -20,6 +20,8 @@ from lockstep.inference.generate import Engine, check_generates, generate_batch
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.models import build_model
+from lockstep.models.experts import mixtures_in
+from lockstep.parallel.experts.expert_parallel import can_spread, expert_parallel
 from lockstep.parallel.tensor.tensor_parallel import tensor_parallel
 from lockstep.strategies.tensor import check_tensor
 from lockstep.words import counted
@@ -82,6 +84,8 @@ def main(argv: list[str]) -> int:
         check_tensor(model, ranks, sequence=False)
         if arguments.engine == "deepspeed":
             check_shares_no_heads(model, ranks)
+            if mixtures_in(model):
+                raise UserError("--engine deepspeed does not know experts; leave it out: --nproc spreads them")
     texts, seconds, ranks = run_on_ranks(write, arguments, source, launch=arguments.launch)[0]
     if os.environ.get("RANK", "0") == "0":
         for text in texts:
@@ -104,6 +108,8 @@ def write(world: World, arguments: GenerateArguments, source: str) -> tuple[list
     if arguments.engine == "deepspeed":
         model = through_deepspeed(model)
     elif world.size > 1:
+        if can_spread(model, world.size):
+            expert_parallel(model, same_tokens=True)
         tensor_parallel(model)
     prompts = [torch.tensor(list(os.fsencode(prompt)), dtype=torch.long) for prompt in arguments.prompt]
     start = time.perf_counter()

@@ -35,6 +35,7 @@ from lockstep.models.recompute import backward_is_running
 from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 from lockstep.parallel.experts.journey import Visit
 from lockstep.parallel.experts.law import Table
+from lockstep.parallel.experts.over_tensor import share_tokens
 from lockstep.parallel.guards import mark_spread
 
 
@@ -42,6 +43,7 @@ def expert_parallel(
     module: nn.Module,
     process_group: GroupLike = None,
     gradients: Literal["sum", "mean"] = "sum",
+    same_tokens: bool = False,
 ) -> nn.Module:
     """Spread the experts of every mixture in `module`, which every rank holds in full, over the group, in place.
 
@@ -52,6 +54,8 @@ def expert_parallel(
 
     All ranks start from the first rank's weights. Names stay; `experts.gate`, `up` and `down` have E/n experts.
     `gradients`: "mean" where the other gradients are averaged over the ranks, as DDP and the wrappers of ours do.
+    `same_tokens`: all ranks have the same tokens, as under tensor parallelism: each routes its part of them, and all
+    gradients are those of the whole.
     """
     group = group_of(process_group, "ep")
     if gradients not in ("sum", "mean"):
@@ -68,8 +72,11 @@ def expert_parallel(
         check_same_model(module, group)
         broadcast_module(module, group)
     for mixture in mixtures.values():
-        ranks = ExpertRanks(group, group, group.size if gradients == "mean" else 1, always_tallies=True)
-        ranks.sums_gradients = gradients == "sum" and group.size > 1
+        averaged = group.size if gradients == "mean" and not same_tokens else 1
+        ranks = ExpertRanks(group, group, averaged, always_tallies=True)
+        ranks.sums_gradients = gradients == "sum" and group.size > 1 and not same_tokens
+        if same_tokens and group.size > 1:
+            share_tokens(mixture, group, sequence=False)
         spread_experts(mixture, ranks)
     return module
 
@@ -84,6 +91,12 @@ def check_experts(mixture: MixtureOfExperts, ranks: int, name: str = "") -> None
         raise UserError(
             f"{count} experts{where} cannot be spread over {ranks} ranks equally; {fits} ranks can have them"
         )
+
+
+def can_spread(module: nn.Module, ranks: int) -> bool:
+    """It has experts, and the ranks divide them."""
+    mixtures = mixtures_in(module).values()
+    return bool(mixtures) and all(len(mixture.router.weight) % ranks == 0 for mixture in mixtures)
 
 
 def spread_experts(
