@@ -32,6 +32,11 @@ class Shape:
     attention: str = "auto"
     residual: str = "fp32"
     own_gelu: bool = False
+    head_width: int = 0
+    """0: d_model / heads."""
+    qk_norm: str = "none"
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
     experts: int = 0
     active: int = 2
     expert_width: int = 0
@@ -46,7 +51,12 @@ class Shape:
 
     @property
     def head_size(self) -> int:
-        return self.d_model // self.heads
+        return self.head_width or self.d_model // self.heads
+
+    @property
+    def q_width(self) -> int:
+        """Of all heads' queries; d_model, unless the size of heads is another."""
+        return self.heads * self.head_size
 
     @property
     def mlp_width(self) -> int:
@@ -67,12 +77,13 @@ def gpt_shape(config: GPT, classes: int) -> Shape:
         (config.d_model, config.layers, config.heads) if config.size == "custom" else SIZES[config.size]
     )
     kv_heads = config.kv_heads or heads
-    if d_model % heads:
+    if d_model % heads and config.head_size is None:
         raise UserError(f"model.d_model {d_model} must be a multiple of model.heads {heads}")
+    head_size = config.head_size or d_model // heads
     if heads % kv_heads:
         raise UserError(f"model.heads {heads} must be a multiple of model.kv_heads {kv_heads}")
-    if config.position == "rope" and d_model // heads % 2:
-        raise UserError(f"model.position rope needs heads of an even size, but d_model/heads is {d_model // heads}")
+    if config.position == "rope" and head_size % 2:
+        raise UserError(f"model.position rope needs heads of an even size, and theirs is {head_size}")
     vocabulary = config.vocabulary or classes
     if vocabulary < classes:
         raise UserError(f"model.vocabulary is {vocabulary}, but the data set has {classes} different tokens")
@@ -91,6 +102,10 @@ def gpt_shape(config: GPT, classes: int) -> Shape:
         attention=config.attention,
         residual=config.residual,
         own_gelu=config.own_gelu,
+        head_width=config.head_size or 0,
+        qk_norm=config.qk_norm,
+        rope_base=config.rope_base,
+        norm_eps=config.norm_eps,
         experts=config.experts,
         active=config.active,
         expert_width=config.expert_width or 0,

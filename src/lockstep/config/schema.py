@@ -82,6 +82,14 @@ class GPT:
     heads: Width = 4
     kv_heads: Width | None = None
     """Heads of keys and values (grouped-query attention). None: as many as heads."""
+    head_size: Width | None = None
+    """Features of one head. None: d_model / heads."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """RMSNorm of queries and keys: of each head's features, as Qwen3, or of all heads' together, as OLMoE."""
+    rope_base: Annotated[float, Interval(ge=1, le=1e12)] = 10_000.0
+    """Of the angles of rope: the larger, the longer the context."""
+    norm_eps: Annotated[float, Interval(ge=1e-12, le=1)] = 1e-5
+    """What norms add to the variance."""
     context: Tokens = 128
     """Tokens of one sequence."""
     vocabulary: Annotated[int, Interval(ge=2, le=1_000_000_000)] | None = None

@@ -1,7 +1,9 @@
-"""Our GPT in its two forms as Hugging Face's GPT-2 and Llama, and back: the same numbers under other names.
+"""Our GPT in its forms as Hugging Face's GPT-2, Llama and mixtures of experts, and back: the same numbers, renamed.
 
-GPT-2    linear layers are stored as (inputs, outputs), the opposite of nn.Linear's
-Llama    queries, keys and values, and the two halves of the gated MLP, are layers of their own
+GPT-2                         linear layers are stored as (inputs, outputs), the opposite of nn.Linear's
+Llama                         queries, keys and values, and the two halves of the gated MLP, are layers of their own
+Mixtral, OLMoE, Qwen3-MoE     as Llama, and each expert's matrices are of their own: which of the three it is follows
+                              from what is normalized (see `MIXTURES`)
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,18 @@ class Row:
     ours: str
     theirs: tuple[str, ...]
     transposed: bool = False
+    stacked: bool = False
+    """Theirs are slices of it, one for each expert."""
 
+
+MIXTURES = {
+    ("none", True): "mixtral",
+    ("all", False): "olmoe",
+    ("all", True): "olmoe",
+    ("head", True): "qwen3_moe",
+    ("head", False): "qwen3_moe",
+}
+"""(qk_norm, normalize) -> the family that has it."""
 
 LARGEST = {"layers": 10_000}
 """Of what config.json says; of anything else, 1,000,000,000."""
@@ -35,7 +48,9 @@ def form_of(shape: Shape) -> str:
     parts = (shape.norm, shape.position, shape.activation)
     if parts == ("layernorm", "learned", "gelu") and shape.tied and shape.kv_heads == shape.heads:
         return "gpt2"
-    if parts == ("rmsnorm", "rope", "swiglu"):
+    if parts == ("rmsnorm", "rope", "swiglu") and shape.experts:
+        return mixture_of(shape)
+    if parts == ("rmsnorm", "rope", "swiglu") and shape.qk_norm == "none":
         return "llama"
     raise UserError(
         "Hugging Face has GPT-2 (layernorm, learned, gelu, tied, kv_heads as heads) and Llama (rmsnorm, rope, swiglu); "
@@ -44,7 +59,40 @@ def form_of(shape: Shape) -> str:
     )
 
 
-def rows(form: str, layers: int, tied: bool) -> list[Row]:
+def mixture_of(shape: Shape) -> str:
+    """Refused where no family has it."""
+    found = MIXTURES.get((shape.qk_norm, shape.normalize))
+    odd = {
+        "model.scoring sigmoid": shape.scoring != "softmax",
+        "model.shared_experts": shape.shared_experts > 0,
+        "model.dense_layers": shape.dense_layers > 0,
+        "model.balance bias": shape.balance == "bias",
+        "model.capacity": shape.capacity is not None,
+        "model.normalize false without a norm of queries and keys": found is None,
+    }
+    for what, is_so in odd.items():
+        if is_so:
+            raise UserError(
+                f"Hugging Face's Mixtral, OLMoE and Qwen3-MoE have no {what}; export the weights as they are "
+                f"(lockstep export RUN)"
+            )
+    assert found is not None
+    return found
+
+
+def expert_rows(form: str, ours: str, theirs: str, experts: int) -> list[Row]:
+    """The router's, and each expert's three."""
+    mixtral = form == "mixtral"
+    home = f"{theirs}.block_sparse_moe" if mixtral else f"{theirs}.mlp"
+    names = {"gate": "w1", "up": "w3", "down": "w2"} if mixtral else {n: f"{n}_proj" for n in ("gate", "up", "down")}
+    found = [Row(f"{ours}.mlp.router.weight", (f"{home}.gate.weight",))]
+    for name, their_name in names.items():
+        each = tuple(f"{home}.experts.{e}.{their_name}.weight" for e in range(experts))
+        found.append(Row(f"{ours}.mlp.experts.{name}", each, stacked=True))
+    return found
+
+
+def rows(form: str, layers: int, tied: bool, experts: int = 0) -> list[Row]:
     """Which tensor is which."""
     if form == "gpt2":
         found = [Row("token_embedding.weight", ("transformer.wte.weight",))]
@@ -72,6 +120,13 @@ def rows(form: str, layers: int, tied: bool) -> list[Row]:
             Row(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",)),
             Row(f"{ours}.attention.qkv.weight", tuple(f"{attention}.{part}_proj.weight" for part in "qkv")),
             Row(f"{ours}.attention.output.weight", (f"{attention}.o_proj.weight",)),
+        ]
+        if form in ("olmoe", "qwen3_moe"):
+            found += [Row(f"{ours}.attention.{n}.weight", (f"{attention}.{n}.weight",)) for n in ("q_norm", "k_norm")]
+        if experts:
+            found += expert_rows(form, ours, theirs, experts)
+            continue
+        found += [
             Row(f"{ours}.mlp.up.weight", (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")),
             Row(f"{ours}.mlp.down.weight", (f"{mlp}.down_proj.weight",)),
         ]
@@ -84,10 +139,11 @@ def to_hf(model: GPT) -> tuple[dict[str, Any], Tensors]:
     shape = model.shape
     form, ours = form_of(shape), dict(model.named_parameters())
     tensors: Tensors = {}
-    for row in rows(form, shape.layers, shape.tied):
+    for row in rows(form, shape.layers, shape.tied, shape.experts):
         tensor = ours[row.ours].detach()
         widths = part_widths(row, shape)
-        for name, part in zip(row.theirs, tensor.split(widths) if widths else (tensor,), strict=True):
+        parts = tensor.unbind() if row.stacked else tensor.split(widths) if widths else (tensor,)
+        for name, part in zip(row.theirs, parts, strict=True):
             tensors[name] = (part.t() if row.transposed else part).contiguous().clone()
     return hf_config(shape, form), tensors
 
@@ -95,7 +151,7 @@ def to_hf(model: GPT) -> tuple[dict[str, Any], Tensors]:
 def part_widths(row: Row, shape: Shape) -> list[int] | None:
     if len(row.theirs) == 3:
         kv_width = shape.kv_heads * shape.head_size
-        return [shape.d_model, kv_width, kv_width]
+        return [shape.q_width, kv_width, kv_width]
     return [shape.mlp_width] * 2 if len(row.theirs) == 2 else None
 
 
@@ -110,26 +166,49 @@ def hf_config(shape: Shape, form: str) -> dict[str, Any]:
             "n_positions": shape.context,
             "vocab_size": shape.vocabulary,
             "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
+            "layer_norm_epsilon": shape.norm_eps,
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), shape.dropout),
             **dict.fromkeys(("bos_token_id", "eos_token_id"), None),
         }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[form]],
+        "model_type": form,
         "hidden_size": shape.d_model,
-        "intermediate_size": shape.mlp_width,
+        "intermediate_size": shape.expert_width or shape.mlp_width,
+        **mixture_config(shape, form),
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_size,
         "max_position_embeddings": shape.context,
         "vocab_size": shape.vocabulary,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_base,
         "hidden_act": "silu",
         "tie_word_embeddings": shape.tied,
         **dict.fromkeys(("bos_token_id", "eos_token_id"), None),
+    }
+
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+EXPERTS_KEY = {"mixtral": "num_local_experts", "olmoe": "num_experts", "qwen3_moe": "num_experts"}
+
+
+def mixture_config(shape: Shape, form: str) -> dict[str, Any]:
+    if not shape.experts:
+        return {}
+    own = {"qwen3_moe": {"moe_intermediate_size": shape.expert_width, "decoder_sparse_step": 1}}
+    return {
+        EXPERTS_KEY[form]: shape.experts,
+        "num_experts_per_tok": shape.active,
+        "norm_topk_prob": shape.normalize,
+        "router_aux_loss_coef": shape.balance_coefficient if shape.balance == "loss" else 0.0,
+        **own.get(form, {}),
     }
 
 
@@ -155,8 +234,8 @@ def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
             )
             if theirs.get("n_inner") not in (None, 4 * found.d_model):
                 raise UserError(f"n_inner is {theirs['n_inner']}, and ours is 4 x n_embd")
-        elif kind == "llama":
-            needs = {"hidden_act": ("silu",), "rms_norm_eps": (1e-5,)}
+        elif kind in ARCHITECTURES:
+            needs = {"hidden_act": ("silu",)}
             found = schema.GPT(
                 d_model=theirs["hidden_size"],
                 layers=theirs["num_hidden_layers"],
@@ -168,14 +247,26 @@ def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
                 position="rope",
                 activation="swiglu",
                 tied=bool(theirs.get("tie_word_embeddings", False)),
+                head_size=theirs.get("head_dim"),
+                norm_eps=float(theirs.get("rms_norm_eps", 1e-6)),
+                rope_base=rope_base_of(theirs),
             )
+            if found.head_size == found.d_model // found.heads:
+                found.head_size = None
+            if kind != "llama":
+                set_experts(found, theirs, kind)
             check_llama(theirs, found)
         else:
-            raise UserError(f"model_type is {kind!r}, and gpt2 and llama can be imported; train it as --model.name hf")
+            raise UserError(
+                f"model_type is {kind!r}, and gpt2, {', '.join(ARCHITECTURES)} can be imported; train it as "
+                f"--model.name hf"
+            )
     except KeyError as missing:
         raise UserError(f"config.json has no {missing.args[0]}") from None
-    for key in ("d_model", "layers", "heads", "kv_heads", "context", "vocabulary"):
+    for key in ("d_model", "layers", "heads", "kv_heads", "context", "vocabulary", "experts", "active", "expert_width"):
         value, most = getattr(found, key), LARGEST.get(key, 10**9)
+        if key == "experts" and value == 0:
+            continue
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most):
             raise UserError(f"config.json gives {value!r} for what we call {key}, and it must be from 1 to {most:,}")
     for key, allowed in needs.items():
@@ -184,16 +275,34 @@ def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
     return found
 
 
+def rope_base_of(theirs: dict[str, Any]) -> float:
+    return float(theirs.get("rope_theta") or (theirs.get("rope_parameters") or {}).get("rope_theta") or 10_000.0)
+
+
+def set_experts(found: schema.GPT, theirs: dict[str, Any], kind: str) -> None:
+    """Every block has them, in what can be imported."""
+    count = theirs.get(EXPERTS_KEY[kind]) or theirs.get("num_local_experts") or theirs.get("num_experts")
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"config.json gives {count!r} experts, and it must be 1 or more")
+    found.experts, found.active = count, theirs["num_experts_per_tok"]
+    found.expert_width = theirs["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"]
+    found.qk_norm = {"mixtral": "none", "olmoe": "all", "qwen3_moe": "head"}[kind]  # type: ignore[assignment]
+    found.normalize = kind == "mixtral" or bool(theirs.get("norm_topk_prob", False))
+    coefficient = theirs.get("router_aux_loss_coef") or 0.0
+    found.balance, found.balance_coefficient = ("loss", float(coefficient)) if coefficient else ("none", 0.01)
+    for key, plain in (("mlp_only_layers", ([], None)), ("decoder_sparse_step", (1, None)), ("clip_qkv", (None,))):
+        if theirs.get(key) not in plain:
+            raise UserError(f"{key} is {theirs[key]}, and ours has none; train it as --model.name hf instead")
+
+
 def check_llama(theirs: dict[str, Any], found: schema.GPT) -> None:
-    width = -(-8 * found.d_model // (3 * 64)) * 64
+    width = found.expert_width if found.experts else -(-8 * found.d_model // (3 * 64)) * 64
     rope = theirs.get("rope_parameters") or {}
-    theta = theirs.get("rope_theta") or rope.get("rope_theta") or 10_000.0
     scaled = theirs.get("rope_scaling") or (rope.get("rope_type", "default") != "default" and rope)
     others = {
-        "intermediate_size": (theirs["intermediate_size"], width),
-        "rope_theta": (float(theta), 10_000.0),
+        **({} if found.experts else {"intermediate_size": (theirs["intermediate_size"], width)}),
         "rope_scaling": (scaled or None, None),
-        "head_dim": (theirs.get("head_dim") or found.d_model // found.heads, found.d_model // found.heads),
+        "sliding_window": (theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None, None),
         "attention_bias": (bool(theirs.get("attention_bias")), False),
         "mlp_bias": (bool(theirs.get("mlp_bias")), False),
     }
@@ -205,16 +314,22 @@ def check_llama(theirs: dict[str, Any], found: schema.GPT) -> None:
 def tensors_from_hf(config: schema.GPT, theirs: Tensors) -> Tensors:
     """By our names."""
     form = "gpt2" if config.norm == "layernorm" else "llama"
+    if config.experts:
+        form = MIXTURES[config.qk_norm, config.normalize]
     if form == "gpt2" and "wte.weight" in theirs:  # the published GPT-2 has no prefix
         theirs = {f"transformer.{name}": tensor for name, tensor in theirs.items()}
     found: Tensors = {}
-    for row in rows(form, config.layers, config.tied):
+    table = rows(form, config.layers, config.tied, config.experts)
+    for row in table:
         missing = [name for name in row.theirs if name not in theirs]
         if missing:
             raise UserError(f"the weights have no {missing[0]}")
         parts = [theirs[name].t() if row.transposed else theirs[name] for name in row.theirs]
-        found[row.ours] = torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].contiguous()
-    known = {name for row in rows(form, config.layers, config.tied) for name in row.theirs}
+        if row.stacked:
+            found[row.ours] = torch.stack(parts)
+        else:
+            found[row.ours] = torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].contiguous()
+    known = {name for row in table for name in row.theirs}
     surplus = [name for name in theirs if name not in known and not name.endswith(UNUSED)]
     if surplus and not (config.tied and surplus == ["lm_head.weight"]):
         raise UserError(f"the weights have {surplus[0]}, which the network of config.json has not")

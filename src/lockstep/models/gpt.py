@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.config.gpt import SIZES, Shape
+from lockstep.errors import UserError
 from lockstep.models.experts import Experts, MixtureOfExperts, Router
 from lockstep.models.kernels import usable_on
 
@@ -17,7 +18,18 @@ __all__ = ["GPT", "SIZES", "Shape"]
 
 
 def make_norm(shape: Shape) -> nn.Module:
-    return nn.LayerNorm(shape.d_model) if shape.norm == "layernorm" else nn.RMSNorm(shape.d_model, eps=1e-5)
+    if shape.norm == "layernorm":
+        return nn.LayerNorm(shape.d_model, eps=shape.norm_eps)
+    return nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
+
+
+def make_qk_norms(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """Of queries, and of keys."""
+    if shape.qk_norm == "none":
+        return nn.Identity(), nn.Identity()
+    heads = (1, 1) if shape.qk_norm == "head" else (shape.heads, shape.kv_heads)
+    q, k = (nn.RMSNorm(count * shape.head_size, eps=shape.norm_eps) for count in heads)
+    return q, k
 
 
 def ends_branch(linear: nn.Linear, shape: Shape) -> nn.Linear:
@@ -41,9 +53,9 @@ class Rotation:
         self.cosine, self.sine = cosine, sine
 
     @classmethod
-    def of(cls, positions: Tensor, head_size: int, dtype: torch.dtype) -> "Rotation":
+    def of(cls, positions: Tensor, head_size: int, dtype: torch.dtype, base: float = 10_000.0) -> "Rotation":
         exponent = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64) / head_size
-        angle = positions.to(torch.float64)[..., None] * 10_000.0**-exponent
+        angle = positions.to(torch.float64)[..., None] * base**-exponent
         if positions.dim() == 2:  # of each sequence its own: the same for all heads
             angle = angle.unsqueeze(1)
         wide = torch.promote_types(dtype, torch.float32)
@@ -65,7 +77,8 @@ class Positions:
     all layers of a model, so that they make RoPE's table once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, base: float = 10_000.0) -> None:
+        self.base = base
         self.of: Callable[[int, torch.device], Tensor] = first_positions
         """How many there are, and where -> which."""
         self._rotations: dict[tuple[Any, ...], Rotation] = {}
@@ -73,10 +86,10 @@ class Positions:
     def rotation(self, q: Tensor, head_size: int) -> Rotation:
         length = q.shape[-2]
         if torch.compiler.is_compiling():
-            return Rotation.of(self.of(length, q.device), head_size, q.dtype)
+            return Rotation.of(self.of(length, q.device), head_size, q.dtype, self.base)
         key = (length, head_size, q.dtype, q.device, self.of)
         if key not in self._rotations:
-            self._rotations = {key: Rotation.of(self.of(length, q.device), head_size, q.dtype)}
+            self._rotations = {key: Rotation.of(self.of(length, q.device), head_size, q.dtype, self.base)}
         return self._rotations[key]
 
 
@@ -88,18 +101,23 @@ class Attention(nn.Module):
         self.shape, self.positions = shape, positions
         kv_width = shape.kv_heads * shape.head_size
         bias = shape.norm == "layernorm"  # Llama's linear layers have none
-        qkv = nn.Linear(shape.d_model, shape.d_model + 2 * kv_width, bias=bias)
+        qkv = nn.Linear(shape.d_model, shape.q_width + 2 * kv_width, bias=bias)
         heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-        self.qkv = fused(qkv, (shape.d_model, kv_width, kv_width), heads)
-        self.output = ends_branch(nn.Linear(shape.d_model, shape.d_model, bias=bias), shape)
+        self.qkv = fused(qkv, (shape.q_width, kv_width, kv_width), heads)
+        self.output = ends_branch(nn.Linear(shape.q_width, shape.d_model, bias=bias), shape)
+        self.q_norm, self.k_norm = make_qk_norms(shape)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = self.causal_attention
         """Of queries to keys and values, (batch, heads, tokens, head_size) each; there may be other ways."""
 
     def forward(self, x: Tensor) -> Tensor:
         shape = self.shape
         # (batch, tokens, heads * head_size) -> (batch, heads, tokens, head_size)
-        parts = self.qkv(x).split(self.qkv.parts, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, shape.head_size)).transpose(1, 2) for part in parts)
+        q, k, v = self.qkv(x).split(self.qkv.parts, dim=-1)
+        if shape.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.unflatten(-1, (-1, shape.head_size)).transpose(1, 2) for part in (q, k, v))
+        if shape.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         if shape.position == "rope":
             rotation = self.positions.rotation(q, shape.head_size)
             q, k = rotation.rotate(q), rotation.rotate(k)
@@ -203,7 +221,7 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.shape, self.positions = shape, Positions()
+        self.shape, self.positions = shape, Positions(shape.rope_base)
         self.token_embedding = nn.Embedding(shape.vocabulary, shape.d_model)
         self.position_embedding = nn.Embedding(shape.context, shape.d_model) if shape.position == "learned" else None
         self.blocks = nn.ModuleList(TransformerBlock(shape, self.positions, i) for i in range(shape.layers))
@@ -259,6 +277,13 @@ class GPT(nn.Module):
             "head": "column:gather",
         }
         shape = self.shape
+        if shape.qk_norm == "all":
+            raise UserError(
+                "model.qk_norm all normalizes the queries of all heads together, and parallel.tp gives each rank some "
+                "heads; use another axis"
+            )
+        if shape.qk_norm == "head":
+            plan |= {"blocks.*.attention.q_norm": "summed", "blocks.*.attention.k_norm": "summed"}
         if not shape.experts or shape.dense_layers:
             plan |= {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
         if shape.experts and shape.shared_experts:
@@ -270,12 +295,12 @@ class GPT(nn.Module):
         """Multiplications and additions of one sequence's forward pass, attention counted without its causal half."""
         shape = self.shape
         kv_width = shape.kv_heads * shape.head_size
-        attention_weights = shape.layers * shape.d_model * (2 * shape.d_model + 2 * kv_width)
+        attention_weights = shape.layers * shape.d_model * (2 * shape.q_width + 2 * kv_width)
         mlp = shape.d_model * shape.mlp_width * (3 if shape.activation == "swiglu" else 2)
         active = 3 * shape.d_model * shape.expert_width * (shape.active + shape.shared_experts)
         active += shape.d_model * shape.experts  # the router
         experts = sum(shape.has_experts(layer) for layer in range(shape.layers))
         matrices = attention_weights + (shape.layers - experts) * mlp + experts * active
         matrices += shape.d_model * shape.vocabulary
-        attention = 2 * shape.layers * shape.context * shape.d_model  # QK^T and AV, per token
+        attention = 2 * shape.layers * shape.context * shape.q_width  # QK^T and AV, per token
         return 2 * shape.context * (matrices + attention)

@@ -18,6 +18,7 @@ from lockstep.data.batch import IGNORED
 from lockstep.errors import UserError
 from lockstep.layout import Group, Layout
 from lockstep.layout.region import Region
+from lockstep.models.experts import mixtures_in
 from lockstep.models.lora import LoRALinear
 from lockstep.models.loss import Measure
 from lockstep.parallel.data.wrapper import broadcast_module
@@ -39,6 +40,8 @@ def check_native_tensor(model: nn.Module, degree: int) -> None:
             f"tp={degree}:native cannot give several ranks the same head, and model.kv_heads is {shape.kv_heads}; "
             f"leave native out"
         )
+    if mixtures_in(model) or (shape is not None and shape.qk_norm != "none"):
+        raise UserError("tp=...:native does not know experts, nor a norm of queries and keys; leave native out")
     if any(isinstance(part, LoRALinear) for part in model.modules()):
         raise UserError("tp=...:native does not know adapters; leave lora or native out")
 

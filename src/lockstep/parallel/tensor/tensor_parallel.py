@@ -7,6 +7,7 @@ A plan maps patterns of module names to what becomes of the modules:
     row             a linear layer: input features cut, the output summed
     vocab           an embedding: rows cut, the output summed. Of a linear layer, the head: logits cut, and left so,
                     for `vocab_parallel_cross_entropy`
+    summed          nothing is cut; the module sees only this rank's heads, so its gradients are summed over the ranks
     sequence        nothing is cut; but with sequence parallelism the output has only this rank's positions (an
                     embedding of positions)
 
@@ -48,7 +49,7 @@ from lockstep.parallel.tensor.random_numbers import OwnNumbers, draws_numbers
 from lockstep.uncompiled import uncompiled
 
 ModulePlan = dict[str, str]
-KINDS = ("column", "column:gather", "row", "vocab", "sequence")
+KINDS = ("column", "column:gather", "row", "vocab", "summed", "sequence")
 
 
 def tensor_parallel(
@@ -150,7 +151,7 @@ def check_tied(module: nn.Module, planned: dict[str, str]) -> None:
             users.setdefault(parameter, {})[name] = planned.get(name, "")
     rows = {"column", "column:gather", "vocab"}
     for modules in users.values():
-        ways = {"rows" if kind in rows else "" if kind == "sequence" else kind for kind in modules.values()}
+        ways = {"rows" if kind in rows else "" if kind in ("sequence", "summed") else kind for kind in modules.values()}
         if len(ways) > 1:
             listed = " and ".join(f"{name} ({kind or 'whole'})" for name, kind in modules.items())
             raise UserError(f"{listed} share a weight, and the plan cuts it differently")
@@ -170,6 +171,9 @@ def cut_module(
     if kind == "sequence":
         if sequence:
             part.register_forward_hook(lambda _module, _inputs, output: split_to_ranks(output, group, SEQUENCE))
+        return part
+    if kind == "summed":
+        part.forward = SummedOverPositions(part, group)
         return part
     check_plain(part)
     if isinstance(part, nn.Embedding):
