@@ -314,9 +314,9 @@ class Parallel:
     keep_gathered: bool = False
     """With sequence: keep the gathered inputs of cut layers for backward, which else gathers them again: less traffic
     for more memory."""
-    native: tuple[Literal["tp", "pp", "cp"], ...] = ()
-    """Axes that PyTorch's own means cut instead of ours: DTensor (tp), torch.distributed.pipelining (pp), its ring
-    attention (cp, on GPUs)."""
+    native: tuple[Literal["tp", "pp", "cp", "ep"], ...] = ()
+    """Axes that PyTorch's own means cut instead of ours: DTensor (tp; with all_to_all_single, ep),
+    torch.distributed.pipelining (pp), its ring attention (cp, on GPUs)."""
     reduce_dtype: Literal["fp32", "compute"] = "fp32"
     """What zero3 and fsdp reduce gradients in, where they compute in bf16 or fp16."""
     reshard_micro_batches: bool = False

@@ -17,7 +17,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Axis -> the options that may follow its degree, and the fields that they set."""
 MODEL_AXES = ("pp", "cp", "tp")
-NATIVE, NATIVE_AXES = "native", ("pp", "cp", "tp")
+NATIVE, NATIVE_AXES = "native", ("pp", "cp", "tp", "ep")
 """After an axis of the model: cut by PyTorch's own means."""
 
 

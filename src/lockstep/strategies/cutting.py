@@ -23,14 +23,16 @@ def cut_model(
     balances = any(mixture.needs_load for mixture in mixtures_in(model).values())
     plan = TensorPlan.of(model, degrees.tp, options.loss)
     model = cut_into_stages(model, layout, parallel)
-    apart = cut_experts(model, layout, parallel)
     by_dtensor = "tp" in parallel.native and degrees.tp > 1
-    if by_dtensor:
+    is_placed = by_dtensor or ("ep" in parallel.native and parallel.ep > 1)
+    if is_placed:
         model.to(place, options.dtype)  # a DTensor that moves loses its hooks
+    apart = cut_experts(model, layout, parallel)
+    if by_dtensor:
         measure = cut_by_dtensor(model, plan, layout, parallel.sequence)
     else:
         measure = cut_tensors(model, plan, layout.group("tp"), parallel, apart)
     if "cp" in parallel.native and degrees.cp > 1:
-        return model, Cut(measure, attend_by_torch(model, layout), balances), by_dtensor
+        return model, Cut(measure, attend_by_torch(model, layout), balances), is_placed
     cut_positions(model, layout.group("cp"), parallel.attention)
-    return model, Cut(measure, balances_experts=balances), by_dtensor
+    return model, Cut(measure, balances_experts=balances), is_placed

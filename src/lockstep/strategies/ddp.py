@@ -29,6 +29,7 @@ class DDP(Engine):
 
     sums_tied_last = True
     takes_experts = True
+    native_axes = ("cp", "ep")
     reduces_by_chunk = False
     _reduced_in_backward = False
 

@@ -27,6 +27,7 @@ from lockstep.parallel.experts import law
 from lockstep.parallel.experts.expert_parallel import ExpertRanks, check_experts, spread_experts
 from lockstep.parallel.experts.over_tensor import cut_along_width, share_tokens, width_of
 from lockstep.parallel.law import NOTHING, Sent
+from lockstep.strategies.native_experts import check_native_experts, spread_by_dtensor
 
 
 def folds_tp(parallel: Parallel) -> bool:
@@ -52,8 +53,11 @@ def cut_experts(stage: nn.Module, layout: Any, parallel: Parallel) -> set[nn.Mod
             apart.add(mixture.router)
             width = width_of(mixture, tp)
             cut_along_width(mixture, tp, parallel.sequence)
-        averaged = group.size // (tp.size if over_tp else 1)
-        spread_experts(mixture, ExpertRanks(group, tallied, averaged), replicas, width)
+        ranks = ExpertRanks(group, tallied, group.size // (tp.size if over_tp else 1))
+        if "ep" in parallel.native and group.size > 1:
+            spread_by_dtensor(mixture, layout, ranks)
+        else:
+            spread_experts(mixture, ranks, replicas, width)
         mixture.parts = 2 if parallel.expert_halves and group.size > 1 else 1
     return apart
 
@@ -239,6 +243,8 @@ def check_fold(parallel: Parallel, degrees: Degrees) -> None:
         return
     over_tp = folds_tp(parallel)
     ranks = degrees.replicate * degrees.shard * degrees.cp * (degrees.tp if over_tp else 1)
+    if "ep" in parallel.native:
+        check_native_experts(parallel, ranks)
     said = "replicate x shard x cp" + (" x tp" if over_tp else "")
     if ranks % parallel.ep:
         fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)

@@ -29,7 +29,7 @@ from lockstep.parallel.zero.sharded_module import OUTSIDE
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import GATHER_ONCE, Facts
 from lockstep.strategies.fsdp_observed import end_backward, is_complete, observe, overlap_reductions, reduce_now, widen
-from lockstep.strategies.model_sizes import ModelSizes
+from lockstep.strategies.model_sizes import ModelSizes, copies_of
 from lockstep.strategies.native_mesh import data_axes, group_mesh, native_mesh
 from lockstep.strategies.state import first_names
 
@@ -49,7 +49,7 @@ class FSDP(Engine):
     variants = ("SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
     shardings = get_args(Sharding)
     offloads = ("cpu",)
-    native_axes = ("tp", "cp")
+    native_axes = ("tp", "cp", "ep")
     fills_parts = True
     shows_local_gradients = False
     reshards_micro_batches = True
@@ -237,8 +237,10 @@ class FSDP(Engine):
 
     def _give_memory(self, stage: nn.Module) -> None:
         """For this rank's shards only; tied parameters stay one."""
-        tied = first_names(stage)
+        tied, marks = first_names(stage), {name: vars(p).copy() for name, p in stage.named_parameters()}
         stage.to_empty(device="cpu" if self.parallel.offload == "cpu" else self.layout.world.device)
+        for name, parameter in stage.named_parameters():
+            vars(parameter).update(marks[name])  # a DTensor gets memory as another tensor
         for name, first in tied.items():
             if name != first:
                 home, _, leaf = name.rpartition(".")
@@ -249,7 +251,7 @@ class FSDP(Engine):
 
     def _region(self, name: str, parameter: Tensor) -> Region:
         cut = self.cuts[name]
-        if not (is_sharded(self.model) and is_dtensor(parameter)):
+        if not (is_sharded(self.model) and is_dtensor(parameter)) or copies_of(parameter) == 1:
             return cut
         if "tp" not in self.parallel.native:
             return cut.within(region_of(parameter))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.layout import Group
 from lockstep.models.blocks import blocks_of
@@ -84,7 +84,7 @@ class ModelSizes:
         return sum(self.sizes)
 
 
-def copies_of(parameter: nn.Parameter) -> int | None:
+def copies_of(parameter: Tensor) -> int | None:
     """The number of ranks that hold the same, if it is not that of the rest of the model."""
     replicas: Group | None = getattr(parameter, "replicas", None)
     return None if replicas is None else replicas.size

@@ -58,7 +58,7 @@ EXPERTS: Matrix = {
         *(f"{name},ep=2" for name in ("naive", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp")),
         *("bucketed", "zero3", "fsdp", "single,tp=2", "single,tp=2:sequence", "bucketed,cp=2", "single,pp=2:1f1b"),
         *("bucketed,ep=2:halves", "zero3,ep=2:halves", "bucketed,cp=2,ep=2", "single,tp=2,ep=2"),
-        "single,tp=2:sequence,ep=2",
+        *("single,tp=2:sequence,ep=2", "fsdp,ep=2:native"),
     ],
     4: [
         *("bucketed,ep=2", "overlap,ep=2", "ddp,ep=2", "zero1,ep=4", "zero2,ep=2", "zero3,ep=2", "fsdp,ep=2"),

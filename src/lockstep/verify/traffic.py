@@ -24,7 +24,9 @@ def check_traffic(
         model = scenario.build(seed=0).to(options.dtype)
     share = batch.share(strategy.batch_share())
     laws = traffic_by_axis(model, layout, parallel, options.loss, share, options.accumulation, table, compute)
-    if parallel.ep > 1:
+    if "ep" in parallel.native:
+        laws["ep"] = None
+    elif parallel.ep > 1:
         count = micro_batches_of(parallel, options.accumulation) if layout.degrees.pp > 1 else options.accumulation
         laws["ep"] = expert_traffic(strategy.worker.balance, count, options.recompute != "none", compute)
     broken = []
