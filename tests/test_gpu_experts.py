@@ -10,7 +10,15 @@ from torch import Tensor
 import lockstep
 from lockstep.layout.world import World
 from lockstep.models import experts
-from lockstep.models.grouped import Counts, forward_product, in_one_kernel, rows_gradient, weight_gradient
+from lockstep.models.grouped import (
+    Counts,
+    forward_product,
+    grouped_linear,
+    in_one_kernel,
+    joined_pair,
+    rows_gradient,
+    weight_gradient,
+)
 from lockstep.verify import Request, verify
 from tests.gpu import NEEDS_GPU, on_gpu
 from tests.test_experts import OPTIONS, build, by_formula, tokens
@@ -48,6 +56,8 @@ def test_grouped_products_in_one_kernel(counts: list[int]) -> None:
 @pytest.mark.parametrize("width", [40, 768, 1536])
 @pytest.mark.parametrize("active", [1, 2, 5])
 def test_kernels_are_plain_pytorch(width: int, active: int) -> None:
+    from lockstep.models.kernels.experts import swiglu  # Triton is where GPUs are
+
     torch.manual_seed(1)
     count = 37
     places = torch.randperm(count * active, device="cuda")
@@ -66,13 +76,11 @@ def test_kernels_are_plain_pytorch(width: int, active: int) -> None:
     spread: Tensor = experts._Spread.apply(given, choices, active)
     (got,) = torch.autograd.grad(spread, given, rows.detach())
     torch.testing.assert_close(got, rows.detach()[places].view(count, active, width).sum(1))
-    gate, up = (torch.randn(count, width, device="cuda", requires_grad=True) for _ in range(2))
-    one, other = experts.swiglu(gate, up), F.silu(gate) * up
+    both = torch.randn(count, 2 * width, device="cuda", requires_grad=True)
+    one, other = swiglu(both), F.silu(both[:, :width]) * both[:, width:]
     torch.testing.assert_close(one, other)
-    for mine, theirs in zip(
-        torch.autograd.grad(one, [gate, up], upstream), torch.autograd.grad(other, [gate, up], upstream), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs)
+    (mine,), (theirs,) = (torch.autograd.grad(y, both, upstream) for y in (one, other))
+    torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -84,6 +92,22 @@ def test_the_layer_on_a_gpu(options: dict[str, Any]) -> None:
     torch.testing.assert_close(moe(x).cpu(), expected, rtol=0, atol=1e-12)
     assert moe.load.tolist() == load.tolist()
     torch.testing.assert_close(moe.auxiliary_loss.cpu(), loss, rtol=0, atol=1e-12)
+
+
+def test_two_layers_as_one_product() -> None:
+    torch.manual_seed(2)
+    rows = torch.randn(48, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    first, second = (torch.randn(4, 32, 64, device="cuda", requires_grad=True) for _ in range(2))
+    counts = Counts(torch.tensor([20, 0, 25, 3], device="cuda"))
+    both = joined_pair(rows, first, second, counts)
+    assert both is not None
+    parts = torch.cat([grouped_linear(rows, weight, counts) for weight in (first, second)], 1)
+    assert torch.equal(both, parts)
+    upstream = torch.randn_like(both)
+    for one, other in zip(
+        *(torch.autograd.grad(y, [rows, first, second], upstream) for y in (both, parts)), strict=True
+    ):
+        assert float((one - other).norm()) <= 1e-2 * float(other.norm())
 
 
 def test_in_bf16_it_is_near() -> None:

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from lockstep.errors import UserError
 from lockstep.models.autocast import autocast_dtype, no_autocast
 from lockstep.models.balance import Tally, accumulate_load
-from lockstep.models.grouped import Counts, grouped_linear
+from lockstep.models.grouped import Counts, grouped_linear, joined_pair
 from lockstep.models.kernels import usable_on
 from lockstep.uncompiled import uncompiled
 
@@ -83,7 +83,13 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Counts) -> Tensor:
         """Rows lie expert by expert."""
-        hidden = swiglu(grouped_linear(rows, self.gate, counts), grouped_linear(rows, self.up, counts))
+        both = joined_pair(rows, self.gate, self.up, counts) if usable_on(rows) else None
+        if both is not None:
+            from lockstep.models.kernels import experts as kernels  # Triton is where GPUs are
+
+            hidden = kernels.swiglu(both)
+        else:
+            hidden = F.silu(grouped_linear(rows, self.gate, counts)) * grouped_linear(rows, self.up, counts)
         return grouped_linear(hidden, self.down, counts)
 
 
@@ -113,8 +119,6 @@ class Routes:
     """(tokens, experts): the scores, made to sum to one."""
     logits: Tensor
     """(tokens, experts)"""
-    counts: Tensor
-    """(experts): how many tokens take each."""
 
 
 @dataclass
@@ -197,11 +201,12 @@ class MixtureOfExperts(nn.Module):
         """`meanwhile`: called when the rows have left for their experts."""
         tokens = x.reshape(-1, x.shape[-1])
         routes = self.route(tokens)
-        counted = routes.counts if self.counted else torch.zeros_like(routes.counts)
+        every = [sorted_by_expert(chosen, routes.shares.shape[1]) for chosen in routes.chosen.tensor_split(self.parts)]
+        counts = every[0].counts if self.parts == 1 else torch.stack([choices.counts for choices in every]).sum(0)
+        counted = counts if self.counted else torch.zeros_like(counts)
         tallied = self.tally.begin(counted, self.needs_load, needs_earlier=self.capacity is not None)
         if self.training:
             accumulate_load(self, counted)
-        every = [sorted_by_expert(chosen, len(counted)) for chosen in routes.chosen.tensor_split(self.parts)]
         if self.capacity is not None:
             (choices,) = every
             every = [within_capacity(choices, routes.chosen, tallied.earlier, self.limit(tallied.load))]
@@ -213,7 +218,7 @@ class MixtureOfExperts(nn.Module):
         parts = [combined(part, share, c) for part, share, c in zip(rows, shares, every, strict=True)]
         y = self.leave(parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.shape)
         self.load = tallied.load
-        self.dropped = routes.counts.sum() - sum(choices.counts.sum() for choices in every)
+        self.dropped = counts.sum() - sum(choices.counts.sum() for choices in every)
         self.auxiliary_loss = self.loss_of_balance(routes)
         return self.attach(y, self.auxiliary_loss)
 
@@ -231,7 +236,7 @@ class MixtureOfExperts(nn.Module):
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         shares = scores if self.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
-        return Routes(chosen, weights, shares, logits, counts_of(chosen, scores.shape[-1]))
+        return Routes(chosen, weights, shares, logits)
 
     def limit(self, load: Tensor) -> Tensor:
         """How many choices an expert takes."""
@@ -277,18 +282,21 @@ def without_loss(y: Tensor, auxiliary_loss: Tensor) -> Tensor:
 # ---- sorting ---------------------------------------------------------------------------------------------------------
 
 
-def counts_of(numbers: Tensor, experts: int) -> Tensor:
-    """How often each expert is among them; on the device, without the host."""
-    flat = numbers.flatten()
-    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-
-
 def sorted_by_expert(chosen: Tensor, experts: int) -> Sorted:
     keys = chosen.flatten()
     if experts <= 256:  # a sort of one byte is one pass
         keys = keys.to(torch.uint8)
-    order = keys.argsort(stable=True)
-    return Sorted(order, inverse_of(order), counts_of(chosen, experts))
+    in_order, order = keys.sort(stable=True)
+    return Sorted(order, inverse_of(order), counts_of(in_order, experts))
+
+
+def counts_of(in_order: Tensor, experts: int) -> Tensor:
+    """How often each expert is among sorted ones; on the device, without the host, and without thousands of additions
+    to one place.
+    """
+    numbers = torch.arange(experts, device=in_order.device, dtype=in_order.dtype)
+    ends = torch.searchsorted(in_order, numbers, right=True)
+    return ends.diff(prepend=ends.new_zeros(1))
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -304,14 +312,6 @@ def within_capacity(choices: Sorted, chosen: Tensor, earlier: Tensor, limit: Ten
     order = choices.order[stays]
     kept = torch.zeros_like(stays).index_fill_(0, order, True)
     return Sorted(order, choices.places, counts_of(expert[stays], len(counts)), kept)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if usable_on(gate):
-        from lockstep.models.kernels import experts as kernels  # Triton is where GPUs are
-
-        return kernels.swiglu(gate, up)
-    return F.silu(gate) * up
 
 
 def combined(rows: Tensor, weights: Tensor, choices: Sorted) -> Tensor:

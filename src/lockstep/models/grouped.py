@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from lockstep.models.autocast import autocast_dtype
+
 ALIGNED = 16
 """Bytes, of which the GPU's kernel wants a multiple per row."""
 
@@ -56,6 +58,35 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Counts) -> Tensor:
         rows, weight = rows.to(dtype), weight.to(dtype)
     product: Tensor = _GroupedLinear.apply(rows, weight.to(rows.dtype), counts)
     return product
+
+
+def joined_pair(rows: Tensor, first: Tensor, second: Tensor, counts: Counts) -> Tensor | None:
+    """Two layers of the same rows as one product, (rows, out of the first + out of the second), where one kernel
+    multiplies all groups: rows are read once, and their gradients need no addition. None elsewhere.
+    """
+    dtype = autocast_dtype(rows.device) or rows.dtype
+    if has_torch_function_variadic(rows, first) or not fits_kernel(rows, dtype, rows.shape[1], first.shape[1]):
+        return None
+    return grouped_linear(rows, _Joined.apply(first, second, dtype), counts)
+
+
+class _Joined(torch.autograd.Function):
+    """(groups, a, in) and (groups, b, in) -> (groups, a + b, in) in another dtype, in one pass over each."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.width, ctx.dtype = first.shape[1], first.dtype
+        groups, rows, width = first.shape
+        both = torch.empty(groups, rows + second.shape[1], width, dtype=dtype, device=first.device)
+        both[:, :rows].copy_(first)
+        both[:, rows:].copy_(second)
+        return both
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        first, second = gradient[:, : ctx.width], gradient[:, ctx.width :]
+        return first.to(ctx.dtype).contiguous(), second.to(ctx.dtype).contiguous(), None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -107,8 +138,11 @@ def weight_gradient(gradient: Tensor, rows: Tensor, counts: Counts) -> Tensor:
 
 
 def in_one_kernel(a: Tensor, b: Tensor) -> bool:
+    """For matrices of these rows."""
+    return b.numel() > 0 and a.dtype == b.dtype and fits_kernel(a, a.dtype, *a.shape[1:], *b.shape[1:])
+
+
+def fits_kernel(rows: Tensor, dtype: torch.dtype, *widths: int) -> bool:
     """A GPU in bf16, rows that its matrix units can read, and some of them."""
-    if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and a.numel() and b.numel()):
-        return False
-    widths = (*a.shape[1:], *b.shape[1:])
-    return all(width * a.element_size() % ALIGNED == 0 for width in widths)
+    aligned = all(width * dtype.itemsize % ALIGNED == 0 for width in widths)
+    return rows.is_cuda and dtype == torch.bfloat16 and rows.numel() > 0 and aligned

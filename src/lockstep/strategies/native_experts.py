@@ -60,7 +60,8 @@ class NativeExchange:
         numbers = torch.arange(held, device=mine.device).repeat(n).repeat_interleave(table.flatten())
         order = numbers.argsort(stable=True)
         results = self._of_local(experts, arrived[order], Counts(table.sum(0)))
-        return [all_to_all_single_autograd(results[inverse_of(order)], sent, received, self.group)]
+        returned = all_to_all_single_autograd(results[inverse_of(order)], sent, received, self.group)
+        return [_Arrived.apply(returned)]
 
     def _of_local(self, experts: Experts, rows: Tensor, counts: Counts) -> Tensor:
         """With what this rank holds of the DTensors; gradients are divided as those of the ranks' mean are."""
@@ -73,6 +74,19 @@ class NativeExchange:
             for name in local:
                 del experts.__dict__[name]
         return found
+
+
+class _Arrived(torch.autograd.Function):
+    """Waits for what a functional collective gives: kernels take memory, and no tensor that waits by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        found: Tensor = x.trigger_wait() if hasattr(x, "trigger_wait") else x.view_as(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _Divided(torch.autograd.Function):

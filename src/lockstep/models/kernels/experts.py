@@ -6,7 +6,7 @@ are read and written:
     combine   y[t] = sum_j weights[t, j] rows[places[t, j]]: each row once, where a gathered copy would be multiplied
               and then added up. Backward writes the gradient of each row once, and reads each row once for the weights'
     gather    the same without weights: what backward adds up for a token that has gone to several experts
-    swiglu    silu(gate) * up, and both gradients in one pass
+    swiglu    silu(gate) * up, which one product has given, and both gradients in one pass
 """
 
 from typing import Any
@@ -56,24 +56,26 @@ def _combine_backward(rows, weights, places, dy, drows, dweights, width, active,
 
 
 @triton.jit
-def _swiglu(gate, up, y, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _swiglu(both, y, count, width, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = place < count
-    g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    gate = both + place // width * 2 * width + place % width
+    g = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(gate + width, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + place, g * tl.sigmoid(g) * u, mask=inside)
 
 
 @triton.jit
-def _swiglu_backward(gate, up, dy, dgate, dup, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _swiglu_backward(both, dy, dboth, count, width, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = place < count
-    g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    given = place // width * 2 * width + place % width
+    g = tl.load(both + given, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(both + given + width, mask=inside, other=0.0).to(tl.float32)
     incoming = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(dgate + place, incoming * u * s * (1 + g * (1 - s)), mask=inside)
-    tl.store(dup + place, incoming * g * s, mask=inside)
+    tl.store(dboth + given, incoming * u * s * (1 + g * (1 - s)), mask=inside)
+    tl.store(dboth + given + width, incoming * g * s, mask=inside)
 
 
 def columns_of(width: int) -> int:
@@ -126,26 +128,27 @@ class _SwiGLU(torch.autograd.Function):
     """As `swiglu`."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        y = torch.empty_like(gate)
-        if y.numel():
-            _swiglu[(triton.cdiv(y.numel(), ELEMENTS),)](gate, up, y, y.numel(), ELEMENTS, num_warps=8)
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        both = both.contiguous()
+        ctx.save_for_backward(both)
+        y = both.new_empty(len(both), both.shape[1] // 2)
+        if count := y.numel():
+            _swiglu[(triton.cdiv(count, ELEMENTS),)](both, y, count, y.shape[1], ELEMENTS, num_warps=8)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        dy, dgate, dup = dy.contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        if dy.numel():
-            grid = (triton.cdiv(dy.numel(), ELEMENTS),)
-            _swiglu_backward[grid](gate, up, dy, dgate, dup, dy.numel(), ELEMENTS, num_warps=8)
-        return dgate, dup
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        dy, dboth = dy.contiguous(), torch.empty_like(both)
+        if count := dy.numel():
+            _swiglu_backward[(triton.cdiv(count, ELEMENTS),)](
+                both, dy, dboth, count, dy.shape[1], ELEMENTS, num_warps=8
+            )
+        return dboth
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up"""
-    y: Tensor = _SwiGLU.apply(gate, up)
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate) * up, where a row is gate and then up: (rows, 2 width) -> (rows, width)."""
+    y: Tensor = _SwiGLU.apply(both)
     return y
