@@ -35,13 +35,13 @@ class KeyValueCache:
     def close(self) -> None:
         for part in self._layers:
             part.attend = part.causal_attention
-        self.model.positions.of = first_positions
+        self.model.positions.use(first_positions)
         self._kept.clear()
 
     def at(self, positions: list[int], device: torch.device) -> None:
         """Before a pass over one token of each row: where these are."""
         self._next, self._longest = torch.tensor(positions, device=device), max(positions)
-        self.model.positions.of = partial(lambda where, *_: where, self._next.unsqueeze(1))  # a new table for each pass
+        self.model.positions.use(partial(lambda where, *_: where, self._next.unsqueeze(1)))  # a new table for each pass
 
     def _attend(self, part: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(batch, heads, tokens, head_size) each."""

@@ -44,6 +44,10 @@ def fused(linear: nn.Linear, parts: tuple[int, ...], heads: tuple[int, ...]) -> 
     return linear
 
 
+WIDE = torch.float32
+"""Angles are kept in this dtype or a wider one."""
+
+
 class Rotation:
     """RoPE's table: cosine and sine of position x frequency, each (tokens, head_size / 2), in fp32 or better: in bf16
     neighbouring positions beyond some hundreds would have the same angle.
@@ -58,8 +62,12 @@ class Rotation:
         angle = positions.to(torch.float64)[..., None] * base**-exponent
         if positions.dim() == 2:  # of each sequence its own: the same for all heads
             angle = angle.unsqueeze(1)
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(dtype, WIDE)
         return cls(angle.cos().to(wide), angle.sin().to(wide))
+
+    def fits(self, length: int, device: torch.device, dtype: torch.dtype) -> bool:
+        mine = self.cosine
+        return mine.shape[-2] == length and mine.device == device and mine.dtype == torch.promote_types(dtype, WIDE)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Turn each pair (first half, second half) of a head's features by its angle."""
@@ -77,20 +85,30 @@ class Positions:
     all layers of a model, so that they make RoPE's table once.
     """
 
-    def __init__(self, base: float = 10_000.0) -> None:
-        self.base = base
+    def __init__(self, base: float = 10_000.0, head_size: int = 0) -> None:
+        self.base, self.head_size = base, head_size
         self.of: Callable[[int, torch.device], Tensor] = first_positions
-        """How many there are, and where -> which."""
-        self._rotations: dict[tuple[Any, ...], Rotation] = {}
+        """How many there are, and where -> which. Set it by `use`."""
+        self._table: Rotation | None = None
 
-    def rotation(self, q: Tensor, head_size: int) -> Rotation:
+    def use(self, of: Callable[[int, torch.device], Tensor]) -> None:
+        """From now on the tokens are at these positions."""
+        self.of, self._table = of, None
+
+    def prepare(self, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the table, unless it is the one that there is. Compiled code takes it as it is: a compiler that is given
+        the computation puts it into every kernel that rotates, in fp64, which costs a third of a GPT's step.
+        """
+        if self._table is None or not self._table.fits(length, device, dtype):
+            self._table = Rotation.of(self.of(length, device), self.head_size, dtype, self.base)
+
+    def rotation(self, q: Tensor) -> Rotation:
         length = q.shape[-2]
-        if torch.compiler.is_compiling():
-            return Rotation.of(self.of(length, q.device), head_size, q.dtype, self.base)
-        key = (length, head_size, q.dtype, q.device, self.of)
-        if key not in self._rotations:
-            self._rotations = {key: Rotation.of(self.of(length, q.device), head_size, q.dtype, self.base)}
-        return self._rotations[key]
+        if not torch.compiler.is_compiling():
+            self.prepare(length, q.device, q.dtype)
+        if self._table is not None and self._table.fits(length, q.device, q.dtype):
+            return self._table
+        return Rotation.of(self.of(length, q.device), self.head_size, q.dtype, self.base)
 
 
 class Attention(nn.Module):
@@ -119,7 +137,7 @@ class Attention(nn.Module):
         if shape.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if shape.position == "rope":
-            rotation = self.positions.rotation(q, shape.head_size)
+            rotation = self.positions.rotation(q)
             q, k = rotation.rotate(q), rotation.rotate(k)
         merged: Tensor = self.output(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return merged
@@ -221,7 +239,7 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.shape, self.positions = shape, Positions(shape.rope_base)
+        self.shape, self.positions = shape, Positions(shape.rope_base, shape.head_size)
         self.token_embedding = nn.Embedding(shape.vocabulary, shape.d_model)
         self.position_embedding = nn.Embedding(shape.context, shape.d_model) if shape.position == "learned" else None
         self.blocks = nn.ModuleList(TransformerBlock(shape, self.positions, i) for i in range(shape.layers))

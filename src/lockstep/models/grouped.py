@@ -85,8 +85,9 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        first, second = gradient[:, : ctx.width], gradient[:, ctx.width :]
-        return first.to(ctx.dtype).contiguous(), second.to(ctx.dtype).contiguous(), None
+        parts = gradient[:, : ctx.width], gradient[:, ctx.width :]
+        first, second = (torch.empty(part.shape, dtype=ctx.dtype, device=part.device).copy_(part) for part in parts)
+        return first, second, None
 
 
 class _GroupedLinear(torch.autograd.Function):

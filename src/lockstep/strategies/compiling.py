@@ -11,10 +11,11 @@ the loss is compiled for it too, as eagerly it would hold several copies of the 
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.models.blocks import blocks_of
 from lockstep.strategies.options import Options
@@ -31,9 +32,18 @@ def compiled(function: Callable[..., Any], options: Options) -> Callable[..., An
 def compile_model(model: nn.Module, options: Options) -> None:
     """In place, so that names stay: as one, or block by block."""
     if options.compile == "model":
+        prepare_positions(model, options.dtype)
         model.compile()
     else:
         compile_blocks(model, options)
+
+
+def prepare_positions(model: nn.Module, dtype: torch.dtype) -> None:
+    """RoPE's table is made outside of what is compiled."""
+    shape: Any = getattr(model, "shape", None)
+    if shape is not None and shape.position == "rope":
+        positions: Any = model.positions
+        positions.prepare(shape.context, next(model.parameters()).device, dtype)
 
 
 def compile_blocks(model: nn.Module, options: Options) -> None:
@@ -45,6 +55,14 @@ def compile_blocks(model: nn.Module, options: Options) -> None:
     limits.recompile_limit = max(limits.recompile_limit, 4 * len(blocks))  # blocks that differ are compiled one by one
     for _, block in blocks:
         block.forward = compiled(block.forward, options)
+        attention: Any = getattr(block, "attention", None)
+        if getattr(getattr(attention, "shape", None), "position", "") == "rope":
+            block.register_forward_pre_hook(partial(prepare_before, attention.positions))
+
+
+def prepare_before(positions: Any, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Hooks stay outside of what is compiled: RoPE's table is made here."""
+    positions.prepare(inputs[0].shape[1], inputs[0].device, inputs[0].dtype)
 
 
 def only_compiled_graphs(options: Options) -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ def cut_positions(model: nn.Module, group: Group, attention: str) -> None:
     def own(count: int, device: torch.device) -> Tensor:
         return positions_of(group.rank, group.size, count * group.size).to(device)
 
-    whole.positions.of = own
+    whole.positions.use(own)
     for part in attention_of(model):
         part.attend = partial(ATTENTION[attention], causal=True, process_group=group)
 

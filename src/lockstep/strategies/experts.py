@@ -54,7 +54,7 @@ def cut_experts(stage: nn.Module, layout: Any, parallel: Parallel) -> set[nn.Mod
             width = width_of(mixture, tp)
             cut_along_width(mixture, tp, parallel.sequence)
         ranks = ExpertRanks(group, tallied, group.size // (tp.size if over_tp else 1))
-        if "ep" in parallel.native and group.size > 1:
+        if "ep" in parallel.native and isinstance(layout, Layout):
             spread_by_dtensor(mixture, layout, ranks)
         else:
             spread_experts(mixture, ranks, replicas, width)
