@@ -13,14 +13,27 @@ from lockstep.strange import json_of
 def network_of_gpt(model: GPT) -> Network:
     """Ours, by its shape."""
     shape = gpt_shape(model, model.vocabulary or 256)
-    sizes = (shape.layers, shape.d_model, shape.heads, shape.mlp_width, shape.vocabulary, shape.context)
-    return transformer(
-        *(f"gpt {model.size}", *sizes),
-        kv_heads=shape.kv_heads,
-        gated=shape.activation == "swiglu",
+    gated, biases = shape.activation == "swiglu", shape.norm == "layernorm"
+    attention = (shape.d_model, shape.heads)
+    heads: dict[str, Any] = {"kv_heads": shape.kv_heads, "head_dim": shape.head_size, "biases": biases}
+    parts = [(transformer_block(*attention, shape.mlp_width, gated=gated, **heads), shape.layers)]
+    if shape.experts:
+        routed = transformer_block(
+            *(*attention, shape.expert_width),
+            **heads,
+            experts=shape.experts,
+            visits=shape.active,
+            shared_ffn=shape.shared_experts * shape.expert_width,
+        )
+        parts = [(parts[0][0], shape.dense_layers), (routed, shape.layers - shape.dense_layers)]
+    return Network(
+        name=f"gpt {model.size}",
+        layers=tuple(part for part in parts if part[1]),
+        hidden=shape.d_model,
+        vocabulary=shape.vocabulary,
+        context=shape.context,
         tied=shape.tied,
         positions=shape.context if shape.position == "learned" else 0,
-        biases=shape.norm == "layernorm",
     )
 
 

@@ -25,7 +25,7 @@ class PlanLayout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    """Experts are spread over so many of the ranks of dp x cp."""
+    """Experts are spread over so many of the ranks of dp x cp, and of tp where it does not cut them."""
     zero: int = 0
     """0 to 3: what the data-parallel ranks divide among them."""
     shard: int = 0
@@ -66,6 +66,16 @@ class PlanLayout:
     @property
     def experts_tp(self) -> int:
         return self.expert_tp or (1 if self.ep > 1 else self.tp)
+
+    @property
+    def experts_ranks(self) -> int:
+        """Ranks that have the same part of each expert: those that experts are spread and copied over."""
+        return self.dp * self.cp * self.tp // self.experts_tp
+
+    @property
+    def experts_shards(self) -> int:
+        """Ranks that divide what `zero` divides of an expert: those of its copies that are among the shards."""
+        return max(1, self.shards * self.tp // self.experts_tp // self.ep)
 
     def tokens(self, context: int) -> float:
         """Of one micro-batch, on one rank."""
@@ -142,6 +152,6 @@ def illegal(network: Network, layout: PlanLayout, gpus: int) -> str | None:
     if network.context % (2 * layout.cp) and layout.cp > 1:
         return f"a context of {network.context} does not divide into {2 * layout.cp} chunks"
     experts = max((p.experts for b in network.blocks() for p in b.products), default=0)
-    if layout.ep > 1 and (not experts or experts % layout.ep or (layout.dp * layout.cp) % layout.ep):
-        return f"ep {layout.ep} must divide {experts} experts and dp x cp, {layout.dp * layout.cp}"
+    if layout.ep > 1 and (not experts or experts % layout.ep or layout.experts_ranks % layout.ep):
+        return f"ep {layout.ep} must divide {experts} experts and the ranks that share them, {layout.experts_ranks}"
     return None

@@ -77,8 +77,8 @@ def stage_memory(setting: Setting, stage: int, blocks: list[tuple[Layer, float]]
     sizes = (kept.parameter, kept.gradient, kept.optimizer)
     shares = divided(layout.zero, layout.pp > 1)
     for kind, size, is_divided in zip(("parameters", "gradients", "optimizer"), sizes, shares, strict=True):
-        shards = layout.shards if is_divided else 1
-        kinds[kind] = size * (dense / shards + routed / max(1, shards // layout.ep))
+        shards, of_experts = (layout.shards, layout.experts_shards) if is_divided else (1, 1)
+        kinds[kind] = size * (dense / shards + routed / of_experts)
     if layout.offload:
         kinds["optimizer"] = 0.0
     tokens = layout.tokens(network.context)

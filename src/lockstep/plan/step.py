@@ -321,9 +321,9 @@ class Clock:
         """After the last micro-batch: gradients, update, parameters."""
         s, c, layout, software = self.s, self.c, self.s.layout, self.s.software
         dense, routed = self.parameters_of(layers)
-        shards = layout.shards if layout.zero else 1
+        shards, of_experts = (layout.shards, layout.experts_shards) if layout.zero else (1, 1)
         each = min(OPTIMIZER_BYTES, 12 + 2 * software.kept.optimizer)
-        update = (dense / shards + routed / max(1, shards // layout.ep)) * each
+        update = (dense / shards + routed / of_experts) * each
         rate = memory_rate(s.machine, c)
         if layout.offload:
             rate = min(rate, HOST_LINK)
@@ -334,7 +334,8 @@ class Clock:
             return {"gradients": self.outside_gradients(), "optimizer": optimizer}
         ranks, stride = layout.dp * layout.cp, layout.tp
         sent = returned = 0.0
-        for parameters, group, step in ((dense, ranks, stride), (routed, ranks // layout.ep, stride * layout.ep)):
+        copies = layout.experts_ranks // layout.ep
+        for parameters, group, step in ((dense, ranks, stride), (routed, copies, layout.experts_tp * layout.ep)):
             times = REDUCE if layout.zero == 0 or layout.shards < ranks else GATHER
             sent += collective_seconds(parameters * software.gradient_bytes, group, step, s.machine, c, times)
             if layout.zero:
