@@ -257,8 +257,8 @@ def train_command(cluster: Cluster, config: str) -> str:
 
 def not_run(layout: PlanLayout) -> str | None:
     """Why `lockstep train` does not run it; None: it does."""
-    if layout.ep > 1:
-        return f"{layout} spreads experts"
+    if layout.ep > 1 and layout.ep % layout.tp:
+        return f"{layout} spreads experts over {layout.ep} ranks, and that is no multiple of tp"
     if layout.is_hybrid and (layout.zero < 3 or layout.shards % layout.cp):
         return f"{layout} divides over {layout.shards} of {layout.dp * layout.cp} ranks, which zero3 alone does"
     return None
@@ -280,6 +280,8 @@ def as_config(config: Config, plan: ScoredLayout) -> Config:
         tp=layout.tp,
         pp=layout.pp,
         cp=layout.cp,
+        ep=layout.ep,
+        cut_experts=False,
         sequence=layout.tp > 1 and layout.sequence,
         schedule=cast(Any, layout.schedule if layout.pp > 1 else config.parallel.schedule),
         chunks=layout.chunks if layout.pp > 1 else config.parallel.chunks,

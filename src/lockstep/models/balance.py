@@ -49,6 +49,9 @@ class Tally:
         """Over all ranks."""
         return counts
 
+    def passed(self, counts: Tensor, dropped: Tensor) -> None:
+        """So many choices of each expert in a training pass, of which so many were dropped."""
+
 
 _biased: list["weakref.ref[MixtureOfExperts]"] = []
 """In the order of their first pass, which is the same on all ranks."""

@@ -33,6 +33,7 @@ from lockstep.models.autocast import autocast_dtype, no_autocast
 from lockstep.models.balance import Tally, accumulate_load
 from lockstep.models.grouped import Counts, grouped_linear, joined_pair
 from lockstep.models.kernels import usable_on
+from lockstep.models.recompute import backward_is_running
 from lockstep.uncompiled import uncompiled
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -42,6 +43,9 @@ Balance = Literal["none", "loss", "bias"]
 Exchange = Callable[["Experts", list[Tensor], list[Tensor], Callable[[], None]], list[Tensor]]
 """(experts, rows of each part sorted by expert, how many are of each expert, what to do meanwhile) -> what the experts
 make of the rows."""
+
+
+NO_CHOICE = torch.zeros((), dtype=torch.int64)
 
 
 class Router(nn.Module):
@@ -188,7 +192,7 @@ class MixtureOfExperts(nn.Module):
         self.counted = True
         """False: what passes are no samples, and no balance counts them."""
         self.load = torch.zeros(experts, dtype=torch.int64)
-        self.dropped = torch.zeros((), dtype=torch.int64)
+        self.dropped = NO_CHOICE
         self.auxiliary_loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,7 +222,10 @@ class MixtureOfExperts(nn.Module):
         parts = [combined(part, share, c) for part, share, c in zip(rows, shares, every, strict=True)]
         y = self.leave(parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.shape)
         self.load = tallied.load
-        self.dropped = counts.sum() - sum(choices.counts.sum() for choices in every)
+        if self.capacity is not None:
+            self.dropped = counts.sum() - every[0].counts.sum()
+        if self.training and not backward_is_running():
+            self.tally.passed(counted, self.dropped)
         self.auxiliary_loss = self.loss_of_balance(routes)
         return self.attach(y, self.auxiliary_loss)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lockstep.errors import UserError
+from lockstep.plan.layout import PlanLayout
 from lockstep.plan.machine import Cluster, usual_precision
 from lockstep.plan.network import Network
 from lockstep.plan.search import Question, ScoredLayout, search
@@ -18,6 +19,7 @@ from lockstep.plan.software import OURS, Kept, Software
 
 ADAPTERS = replace(OURS, name="lockstep, LoRA", kept=Kept(2, 0, 0), frozen=True)
 """Frozen weights in bf16; what the adapters need beside them is less than a hundredth."""
+AXES = ("tp", "pp", "cp", "ep")
 WHAT = {
     0: "every GPU holds a whole copy",
     1: "the ranks divide the optimizer's state",
@@ -61,11 +63,11 @@ def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf1
         before = "a whole copy does not fit with room to spare (or only if forward is computed twice), " if zero else ""
         reason = f"{before}{WHAT[zero]}{adapters}: {needs}" + (", the simplest that there is" if zero == 0 else "")
         engine = strategy_dividing(zero, cuts_model=False) if cluster.gpus > 1 else "single"
-        return Choice(engine + name, reason, flags_of(plan, engine) + lora, plan, faster_than(plan, best))
+        strategy = ",".join([engine + name, *axes_of(plan.layout)])
+        return Choice(strategy, reason, flags_of(plan, engine) + lora, plan, faster_than(plan, best))
     if best is None:
         return Choice("none", f"no layout fits {cluster.gpus} GPUs of {gib:g} GiB: take more, or larger ones", "", None)
-    layout = best.layout
-    axes = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1]
+    layout, axes = best.layout, axes_of(best.layout)
     transformer = any(block.attention is not None for block, _ in network.layers)
     how = "tensor, context and pipeline parallelism share the layers" if transformer else "a pipeline shares the layers"
     if not axes:
@@ -73,6 +75,10 @@ def choose(network: Network, cluster: Cluster, batch: int, precision: str = "bf1
     reason = f"divided by the data-parallel ranks alone it does not fit; {how}: {best.memory.gib:.0f} of {gib:g} GiB"
     engine = strategy_dividing(layout.zero, cuts_model=bool(axes))
     return Choice(",".join([engine + name, *axes]), reason, flags_of(best, engine) + lora, best)
+
+
+def axes_of(layout: PlanLayout) -> list[str]:
+    return [f"{axis}={getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
 
 
 def fastest(question: Question) -> ScoredLayout | None:
@@ -89,7 +95,7 @@ def faster_than(plan: ScoredLayout, best: ScoredLayout | None) -> ScoredLayout |
 def flags_of(plan: ScoredLayout, engine: str) -> str:
     layout = plan.layout
     flags = [f"--parallel.data {engine}"]
-    flags += [f"--parallel.{axis} {getattr(layout, axis)}" for axis in ("tp", "pp", "cp") if getattr(layout, axis) > 1]
+    flags += [f"--parallel.{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
     if layout.pp > 1:
         flags.append(f"--parallel.schedule {layout.schedule} --parallel.micro-batches {layout.micro_batches}")
         if layout.chunks > 1:

@@ -48,6 +48,8 @@ def layout_of(config: Config, ranks: int) -> PlanLayout:
         tp=parallel.tp,
         pp=parallel.pp,
         cp=parallel.cp,
+        ep=parallel.ep,
+        expert_tp=parallel.tp if parallel.cut_experts else 0,
         zero=STRATEGIES[parallel.data].facts(parallel).zero_stage,
         shard=degrees.shard * degrees.cp if degrees.replicate > 1 and degrees.shard > 1 else 0,
         schedule=parallel.schedule if parallel.pp > 1 else "1f1b",

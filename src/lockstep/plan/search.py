@@ -222,7 +222,7 @@ def _with_data(
         return
     per_rank = batch // dp
     micro = [d for d in divisors(per_rank) if d <= LONGEST_MICRO_BATCH and d & (d - 1) == 0]
-    spread = [d for d in divisors(experts) if (dp * cp) % d == 0] if experts else [1]
+    spread = [d for d in divisors(experts) if d == 1 or (dp * cp * tp % d == 0 and d % tp == 0)] if experts else [1]
     stages = [z for z in question.engines if (pp == 1 or z <= 2) and (dp * cp > 1 or z == 0)]
     for ep in choices("ep", spread[-3:]):
         for mb in choices("micro_batch", micro):

@@ -280,9 +280,29 @@ def _train(made: Section, result: dict[str, Any]) -> None:
         ]
         means = [(p.removesuffix("_ms"), [sum(row[p] or 0.0 for row in steps) / len(steps)]) for p in parts]
         made.charts.append(bars("Where the time of a step goes", "ms, mean", [made.title], means))
+    loads = [row for row in metrics if row.get("kind") == "experts"]
+    if loads:
+        _experts(made, steps, loads)
     if tests:
         columns = [("epoch", "epoch"), ("step", "step"), ("loss", "test loss"), ("accuracy", "test accuracy")]
         made.tables.append(Table("test", "On the test set", _present(columns, tests), tests))
+
+
+def _experts(made: Section, steps: Rows, loads: Rows) -> None:
+    """How evenly experts were used: over the run, and by each mixture at its end."""
+    curve = Curve("", _column(steps, "step"), _column(steps, "busiest_expert"))
+    made.charts.append(lines("Load of the busiest expert", "step", "times an equal share", [curve]))
+    rows = []
+    for name, load in loads[-1]["load"].items():
+        equal = max(1, sum(load)) / len(load)
+        unused = load.count(0)
+        rows.append({"mixture": name, "busiest": max(load) / equal, "idlest": min(load) / equal, "unused": unused})
+    columns = [("mixture", "mixture"), ("busiest", "busiest, times an equal share"), ("idlest", "least used, times")]
+    caption = f"Load of experts, up to step {loads[-1]['step']}"
+    made.tables.append(Table("experts", caption, [*columns, ("unused", "without a token")], rows))
+    share = sum(row.get("dropped_share") or 0.0 for row in steps) / max(1, len(steps))
+    if share:
+        made.sentences.append(f"capacity dropped {share:.2%} of the choices")
 
 
 def _profile(made: Section, result: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """The axes that cut the model itself: stages, experts, matrices, positions; by hand, or by PyTorch on request."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -20,7 +22,8 @@ def cut_model(
 ) -> tuple[nn.Module, Cut, bool]:
     """(this rank's part of the model, how to run it, whether it is on `place` in the run's dtype already)."""
     parallel, degrees = options.parallel, layout.degrees
-    balances = any(mixture.needs_load for mixture in mixtures_in(model).values())
+    mixtures = mixtures_in(model).values()
+    experts = Cut(has_experts=bool(mixtures), balances_experts=any(mixture.needs_load for mixture in mixtures))
     plan = TensorPlan.of(model, degrees.tp, options.loss)
     model = cut_into_stages(model, layout, parallel)
     by_dtensor = "tp" in parallel.native and degrees.tp > 1
@@ -33,6 +36,6 @@ def cut_model(
     else:
         measure = cut_tensors(model, plan, layout.group("tp"), parallel, apart)
     if "cp" in parallel.native and degrees.cp > 1:
-        return model, Cut(measure, attend_by_torch(model, layout), balances), is_placed
+        return model, replace(experts, measure=measure, around_passes=attend_by_torch(model, layout)), is_placed
     cut_positions(model, layout.group("cp"), parallel.attention)
-    return model, Cut(measure, balances_experts=balances), is_placed
+    return model, replace(experts, measure=measure), is_placed

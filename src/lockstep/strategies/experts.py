@@ -9,6 +9,7 @@ step with the scores of each micro-batch; where a step has several micro-batches
 in a forward pass without gradients.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.comm.collectives import all_reduce
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Degrees, Layout
@@ -65,17 +65,22 @@ def cut_experts(stage: nn.Module, layout: Any, parallel: Parallel) -> set[nn.Mod
 # ---- the balance of a step -------------------------------------------------------------------------------------------
 
 
+REMEMBERED = 1000
+"""Steps whose auxiliary losses are there to be read."""
+
+
 class Balance:
     """Of all mixtures of a stage, over one step."""
 
     def __init__(self, stage: nn.Module, layout: Layout, parallel: Parallel, needs_load: bool) -> None:
         """`needs_load`: of a mixture of any stage."""
-        self.layout, self.mixtures, self.needs_load = layout, list(mixtures_in(stage).values()), needs_load
+        self.named = mixtures_in(stage)
+        self.layout, self.mixtures, self.needs_load = layout, list(self.named.values()), needs_load
         self.weight = torch.zeros(())
         """Of the auxiliary losses, relative to a loss of which the ranks take the mean."""
-        self._loss: Tensor | None = None
-        """This rank's part of the step's auxiliary losses."""
-        self._copies = 1 if folds_tp(parallel) else layout.degrees.tp
+        self.losses: deque[Tensor] = deque(maxlen=REMEMBERED)
+        """This rank's part of the auxiliary losses: of this step, and of those before it."""
+        self.copies = 1 if folds_tp(parallel) else layout.degrees.tp
         """Ranks that have the same part."""
         for mixture in self.mixtures:
             mixture.attach = self.attach
@@ -85,24 +90,23 @@ class Balance:
         if not loss.requires_grad:
             return y
         if not backward_is_running():  # else it is recomputed
-            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+            self.losses[-1] = self.losses[-1].to(loss) + loss.detach()
         attached: Tensor = _Attach.apply(y, loss, self)
         return attached
 
     def begin(self, weight: Tensor | float) -> None:
         """A new step."""
-        self.weight, self._loss = torch.as_tensor(weight), None
-        for mixture in self.mixtures:
-            mixture.tally.load_of_step = mixture.tally.since_step = mixture.tally.skipped = None
-            assert isinstance(mixture.tally, ExpertRanks), "it has been spread"
-            mixture.tally.tables.clear()
+        self.weight = torch.as_tensor(weight)
+        self.losses.append(torch.zeros(()))
+        for _, ranks in self.tallies():
+            ranks.load_of_step = ranks.since_step = ranks.skipped = None
+            ranks.tables.clear()
 
-    def auxiliary_loss(self) -> float:
-        """Of the last step, over all ranks and stages. All ranks must ask together."""
-        mine = torch.zeros((), dtype=torch.float64, device=self.layout.world.device)
-        if self._loss is not None:
-            mine += self._loss / self._copies
-        return float(all_reduce(mine, group=self.layout.norm, purpose="loss"))
+    def tallies(self) -> Iterator[tuple[str, ExpertRanks]]:
+        """By the names of the mixtures."""
+        for name, mixture in self.named.items():
+            assert isinstance(mixture.tally, ExpertRanks), "it has been spread"
+            yield name, mixture.tally
 
     @contextmanager
     def uncounted(self, filler: bool) -> Iterator[None]:

@@ -10,6 +10,7 @@ from lockstep.layout import Held, Layout, World
 from lockstep.parallel.data.wrapper import broadcast_buffers
 from lockstep.strategies.compiling import only_compiled_graphs
 from lockstep.strategies.engine import Engine
+from lockstep.strategies.expert_use import ExpertUse, read_use
 from lockstep.strategies.loss_scale import LossScale
 from lockstep.strategies.native_pipeline import NativePipelineWorker
 from lockstep.strategies.options import Options
@@ -106,6 +107,10 @@ class ParallelModel:
     def optimizer_waits_for(self, copied: torch.cuda.Event) -> None:
         """The next optimizer step waits for these copies before it writes to parameters and moments."""
         self.worker.copies.append(copied)
+
+    def expert_use(self) -> ExpertUse | None:
+        """Since it was last read; None: the model has no experts. All ranks must ask together."""
+        return read_use(self.worker.balance) if self.cut.has_experts else None
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.engine.optimizer.param_groups:

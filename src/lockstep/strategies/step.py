@@ -22,6 +22,8 @@ class Cut:
     """Computes the loss where outputs are cut; None: the ordinary loss."""
     around_passes: Callable[[], AbstractContextManager[None]] = nullcontext
     """To be entered around every forward and backward."""
+    has_experts: bool = False
+    """Some stage has."""
     balances_experts: bool = False
     """Some stage has experts whose auxiliary loss depends on what they are used for in the whole step."""
 

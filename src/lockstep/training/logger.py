@@ -124,7 +124,15 @@ class ConsoleLogger:
         values["exposed_share"] = self.window.exposed_share(step.end)
         values["memory_bytes"] = peak_memory(self.world.device)
         words += [f"exposed {values['exposed_share']:.1%}", f"memory {values['memory_bytes'] / 2**30:.2f} GiB"]
+        use = self.strategy.expert_use()
+        if use is not None:
+            values |= {"auxiliary_loss": use.auxiliary_loss, "busiest_expert": use.busiest}
+            values |= {"unused_experts": use.unused, "dropped_share": use.dropped_share}
+            words.append(f"busiest expert {use.busiest:.2f} x")
+            words += [f"dropped {use.dropped_share:.1%}"] if use.dropped else []
         self.record("train", step.number, values)
+        if use is not None:
+            self.record("experts", step.number, {"load": use.load, "dropped": use.dropped})
         self.close_window(step.end)
         if not self.console.is_terminal:
             self.say(f"step {step.number:>6}  epoch {step.epoch + 1:>3}  {'  '.join(words)}")

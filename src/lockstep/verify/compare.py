@@ -154,9 +154,16 @@ class Findings:
         size = finite(abs(mean - expected.loss) / max(1.0, abs(expected.loss)))
         self.loss_differs |= size > self.tolerance
         self.note(step, {("loss", "the loss"): size})
-        if getattr(self.scenario.model, "experts", 0) and not self.scenario.unobserved:  # it is the last step's
-            off = abs(self.strategy.worker.balance.auxiliary_loss() - expected.auxiliary)
+        use = None if self.scenario.unobserved else self.strategy.expert_use()
+        if use is not None:
+            off = abs(use.auxiliary_loss - expected.auxiliary)
             self.note(step, {("loss", "the auxiliary loss of the experts"): finite(off / max(1.0, expected.auxiliary))})
+            missed = sum(
+                abs(one - other)
+                for n, load in expected.load.items()
+                for one, other in zip(use.load[n], load, strict=True)
+            )
+            self.note(step, {("loss", f"how many tokens took each expert ({missed} choices off)"): float(missed)})
         if expected.correct is not None:
             said = f"the number of right answers ({got.correct:.0f} for {expected.correct:.0f})"
             self.note(step, {("loss", said): abs(got.correct - expected.correct)})

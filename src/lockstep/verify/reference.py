@@ -38,6 +38,8 @@ class Moment:
     """Mean loss and accuracy over the scenario's test samples."""
     auxiliary: float = 0.0
     """What experts add to the loss for their balance."""
+    load: dict[str, list[int]] = field(default_factory=dict)
+    """How many tokens took each expert, by mixture."""
     activations: dict[str, Tensor] = field(default_factory=dict)
     """Of this step's forward, by module."""
 
@@ -91,7 +93,9 @@ class Reference:
         with Activations(self._model) as activations:
             outputs = called_with(self._model, batch.inputs)
         loss, correct = self._measure(outputs, batch.targets)
-        balance = [mixture.auxiliary_loss for mixture in mixtures_in(self._model).values()]
+        mixtures = mixtures_in(self._model)
+        load = {name: mixture.load.tolist() for name, mixture in mixtures.items()}
+        balance = [mixture.auxiliary_loss for mixture in mixtures.values()]
         auxiliary = torch.stack(balance).sum() if balance else torch.zeros_like(loss)
         (loss + auxiliary).backward()
         parameters = [p for p in self._model.parameters() if p.grad is not None]
@@ -111,6 +115,7 @@ class Reference:
             self._weights(),
             self._evaluate(),
             auxiliary.item(),
+            load,
             activations.whole(),
         )
 

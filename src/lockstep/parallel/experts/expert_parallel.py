@@ -30,7 +30,7 @@ from lockstep.errors import UserError
 from lockstep.layout.group import ALONE, Group, GroupLike, group_of
 from lockstep.layout.region import Box, Region, held_as
 from lockstep.models.balance import Tallied, Tally
-from lockstep.models.experts import Experts, MixtureOfExperts, mixtures_in, on_this_rank
+from lockstep.models.experts import NO_CHOICE, Experts, MixtureOfExperts, mixtures_in, on_this_rank
 from lockstep.models.recompute import backward_is_running
 from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 from lockstep.parallel.experts.journey import Visit
@@ -136,6 +136,10 @@ class ExpertRanks(Tally):
         self.group, self.tallied, self.averaged, self.always_tallies = group, tallied, averaged, always_tallies
         self.sums_gradients = False
         """The caller adds up gradients, and an engine that averages them must not."""
+        self.taken: Tensor | None = None
+        """This rank's choices of each expert in training, until they are read."""
+        self.dropped = NO_CHOICE
+        """Of them, by capacity."""
         self.tables: list[Table] = []
         """How many rows each rank had for each expert, in the training passes since they were last forgotten."""
 
@@ -149,6 +153,17 @@ class ExpertRanks(Tally):
         if needs_earlier:
             return TalliedByRank(counts, self.tallied)
         return TalliedOver(counts, self.tallied) if needs_load or self.always_tallies else Tallied(counts)
+
+    def passed(self, counts: Tensor, dropped: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.taken = counts.clone() if self.taken is None else self.taken + counts
+            self.dropped = dropped + self.dropped
+
+    def taken_since(self) -> tuple[list[int], int]:
+        """(this rank's choices of each expert in training since this was last asked, how many of them were dropped)."""
+        taken, dropped = self.taken, int(self.dropped)
+        self.taken, self.dropped = None, NO_CHOICE
+        return ([] if taken is None else taken.tolist()), dropped
 
     def total(self, counts: Tensor) -> Tensor:
         return all_reduce(counts.clone(), group=self.tallied, purpose="count")
