@@ -221,7 +221,7 @@ def refusals(world: World) -> list[str]:
 def test_mistakes_are_named() -> None:
     for said in on_ranks(refusals, 2):
         assert "'upp' is the name of no module" in said[0]
-        assert "must be one of column, column:gather, row, vocab, sequence" in said[1]
+        assert "must be one of column, column:gather, row, vocab, summed, sequence" in said[1]
         assert "it is a Dropout" in said[2]
         assert "both column and row for up" in said[3]
         assert "9 output features cannot be cut into 2 equal parts" in said[4]

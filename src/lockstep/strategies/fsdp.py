@@ -240,7 +240,7 @@ class FSDP(Engine):
         tied, marks = first_names(stage), {name: vars(p).copy() for name, p in stage.named_parameters()}
         stage.to_empty(device="cpu" if self.parallel.offload == "cpu" else self.layout.world.device)
         for name, parameter in stage.named_parameters():
-            vars(parameter).update(marks[name])  # a DTensor gets memory as another tensor
+            vars(parameter).update(marks.get(name, {}))  # a DTensor gets memory as another tensor
         for name, first in tied.items():
             if name != first:
                 home, _, leaf = name.rpartition(".")
