@@ -1,6 +1,7 @@
 """Writes the live pages of the site into docs/_live, from the code itself; `make docs` calls it.
 
     ring.html        all-reduces turn by turn: comm/algorithms.py's run here, over queues in place of a network
+    experts.html     tokens on their way to their experts: models/experts.py's routing and sorting
     overlap.html     buckets beside backward, by parallel/data/bucket.py's way of filling them
     schedules.html   pipeline schedules, as lockstep schedule draws them
     zero.html        what a rank holds at each ZeRO stage, by the planner
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.algorithms import ALGORITHMS
+from lockstep.models.experts import MixtureOfExperts, sorted_by_expert
 from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.parallel.pipeline.schedule import pipeline_schedule, placement_of
 from lockstep.parallel.pipeline.timetable import Costs, timetable
@@ -154,6 +156,60 @@ def overlap(cap_mb: float) -> dict[str, Any]:
     return {"cap": cap_mb, "backward": backward, "spans": spans, "exposed": max(0.0, free - backward), "total": total}
 
 
+EXPERTS, ACTIVE, TOKENS = 8, 2, 10
+ROUTERS = {
+    "balanced": "each expert has about as many tokens as the others",
+    "collapsed": "two experts are liked best by nearly every token, as happens without a balance",
+    "one rank without tokens": "the last rank of an uneven batch has none, and takes part all the same",
+}
+
+
+def journeys(router: str) -> dict[str, Any]:
+    """What each rank has at each step of a forward pass: rows of (rank and number of the token, expert)."""
+    torch.manual_seed(3)
+    moe = MixtureOfExperts(16, 8, EXPERTS, ACTIVE)
+    liked = torch.zeros(EXPERTS)
+    if router == "collapsed":
+        liked[2:4] = 1.0
+    home, arrived = [], [[] for _ in range(RANKS)]
+    for rank in range(RANKS):
+        count = 0 if router == "one rank without tokens" and rank == RANKS - 1 else TOKENS
+        tokens = torch.randn(count, 16) + moe.router.weight.T @ liked
+        chosen = moe.route(tokens).chosen
+        home.append([{"rank": rank, "token": i // ACTIVE, "expert": int(e)} for i, e in enumerate(chosen.flatten())])
+    in_order = [by_expert(rows) for rows in home]
+    held = EXPERTS // RANKS
+    for rows in in_order:  # what an all-to-all does: from each rank to each, in order
+        for row in rows:
+            arrived[row["expert"] // held].append(row)
+    moved = sum(row["rank"] != rank for rank, rows in enumerate(arrived) for row in rows)
+    most, total = max(map(len, arrived)), sum(map(len, arrived))
+    tokens_at_home = [[{**row, "expert": None} for row in rows[::ACTIVE]] for rows in home]
+    steps = [
+        ("tokens", tokens_at_home, f"Each rank has tokens of its own, rank.number. Here {ROUTERS[router]}."),
+        ("1. route", home, f"The router gives each token {ACTIVE} of {EXPERTS} experts: one row for each choice."),
+        ("2. sort", in_order, "Each rank sorts its rows by expert: what goes to one rank lies together."),
+        ("3. dispatch", arrived, f"An all-to-all takes {moved} of {total} rows to another rank (outlined)."),
+        (
+            "4. compute",
+            [by_expert(rows) for rows in arrived],
+            f"Each rank sorts what it has received by expert, and computes. The busiest has {most} rows, "
+            f"{most * RANKS / total:.2f} times the mean: the others wait for it.",
+        ),
+        ("5. return", in_order, "The opposite all-to-all brings the results back, in the order in which they left."),
+        ("6. combine", tokens_at_home, "Each token adds up its results, weighted by the router. Backward goes back."),
+    ]
+    shown = [{"name": name, "rows": rows, "said": said} for name, rows, said in steps]
+    return {"name": router, "ranks": RANKS, "experts": EXPERTS, "steps": shown}
+
+
+def by_expert(rows: list[dict[str, int]]) -> list[dict[str, int]]:
+    if not rows:
+        return rows
+    order = sorted_by_expert(torch.tensor([row["expert"] for row in rows]), EXPERTS).order
+    return [rows[i] for i in order]
+
+
 def page(title: str, text: str, script: str, data: Any) -> str:
     here = Path(__file__).parent
     style = (here / "live.css").read_text(encoding="utf-8")
@@ -188,6 +244,15 @@ def write() -> None:
         "the planner (lockstep plan llama2-7b). The line is a GPU with 80 GB."
     )
     (LIVE / "zero.html").write_text(page("What ZeRO saves", words, "live_zero.js", memory_by_stage()), encoding="utf-8")
+    words = (
+        f"{RANKS} ranks, {EXPERTS} experts, {ACTIVE} of them active for each token: a forward pass of a mixture of "
+        "experts under expert parallelism, step by step. A color is an expert; a row that is outlined comes from "
+        "another rank. Drag the slider or use the arrow keys."
+    )
+    routers = [journeys(name) for name in ROUTERS]
+    (LIVE / "experts.html").write_text(
+        page("Tokens on their way to experts", words, "live_experts.js", routers), encoding="utf-8"
+    )
     pictures = {}
     for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1"):
         chunks = 2 if name == "interleaved" else 1

@@ -137,6 +137,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("page", "move", "least"),
     [
         ("ring.html", "on.click()", 16),
+        ("experts.html", "on.click()", 40),
         ("overlap.html", "slider.value = 7; slider.oninput()", 5),
         ("zero.html", "slider.value = 6; slider.oninput()", 20),
         ("schedules.html", 'document.getElementById("back").click()', 100),

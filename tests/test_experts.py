@@ -16,6 +16,7 @@ from lockstep.comm.collectives import all_reduce
 from lockstep.comm.ledger import Ledger, recording
 from lockstep.config import GPT
 from lockstep.layout.world import World
+from lockstep.results.metrics import read_metrics
 from tests.ranks import on_ranks, refused
 from tests.test_checkpoint import check_moves
 
@@ -321,11 +322,26 @@ def test_checkpoints_move_between_ep_and_other_layouts(tmp_path: Path) -> None:
     check_moves(rounds, tmp_path, 400, SMALL)
 
 
+def test_what_capacity_drops_is_logged(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    dropping = ["--model.capacity", "0.5", "--parallel.ep", "2", "--nproc", "2", "--run-dir", run]
+    assert main(["train", *FLAGS, "--train.steps", "2", *dropping]) == 0
+    (logged,) = [r for r in read_metrics(Path(run)) if r["kind"] == "train"]
+    assert 0.5 <= logged["dropped_share"] < 1
+
+
 def test_text_from_experts_over_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What two ranks write is what one writes; a run that was trained with ep goes on without."""
     run = str(tmp_path / "run")
     save = ["--checkpoint.every", "4", "--run-dir", run]
     assert main(["train", *FLAGS, "--train.steps", "4", "--parallel.ep", "2", "--nproc", "2", *save]) == 0
+    records = [r for r in read_metrics(Path(run)) if r["kind"] in ("train", "experts")]
+    assert {name: sum(load) for name, load in records[-1]["load"].items()} == dict.fromkeys(
+        ("blocks.0.mlp", "blocks.1.mlp"), 4 * 8 * 16 * 2
+    ), "steps x samples x tokens x active"
+    assert records[-2]["busiest_expert"] >= 1 >= records[-2]["auxiliary_loss"] > 0 == records[-2]["dropped_share"]
+    assert main(["report", run, "--out", str(tmp_path / "report.html")]) == 0
+    assert "Load of experts, up to step 4" in (tmp_path / "report.html").read_text()
     capfd.readouterr()
     texts = []
     for nproc in ("1", "2"):

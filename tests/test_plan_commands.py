@@ -239,3 +239,25 @@ def test_the_command_that_choose_prints_is_one_that_train_takes(model: str, caps
     assert config.model.name == ("gpt" if model == "gpt2-xl" else "resnet")
     assert words[words.index("--train.precision") + 1] == "fp16", "a V100 has no units for bf16"
     assert words[words.index("--train.batch-size") + 1] == "64"
+
+
+def test_experts_are_chosen_for_what_trains_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """A published mixture has a config; of another one only the layout is known."""
+    cluster = ["--cluster", "2x8xh100", "--global-batch", "128", "--finetune", "no"]
+    assert main(["choose", "--model", "mixtral-8x7b", *cluster]) == 0
+    command = next(line for line in capsys.readouterr().out.splitlines() if " train mixtral_8x7b " in line)
+    words = shlex.split(command)
+    config, rest = config_from(words[words.index("train") + 1 :])
+    refuse_unknown("train", "lockstep.cli.train", rest)
+    assert config.parallel.ep == int(words[words.index("--parallel.ep") + 1]) > 1
+    assert main(["choose", "--model", "mixtral-8x22b", *cluster[:1], "8x8xh100", *cluster[2:]]) == 0
+    assert "what one would run elsewhere: lockstep train spreads the experts of its own GPT" in capsys.readouterr().out
+
+
+def test_a_planned_mixture_is_one_that_train_takes(tmp_path: Path) -> None:
+    out = tmp_path / "run.yaml"
+    flags = ["--model.experts", "8", "--cluster", "1x4xh100", "--fix", "ep=4,tp=2", "--out", str(out)]
+    assert main(["plan", "--model.size", "small", *flags]) == 0
+    parallel = load_config(out).parallel
+    assert (parallel.tp, parallel.ep, parallel.cut_experts) == (2, 4, False)
+    assert layout_of(load_config(out), 4).ep == 4

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config import CNN, GPT, MLP, Config, Parallel, ResNet, Train
+from lockstep.config import CNN, GPT, MLP, Config, Parallel, ResNet, Train, load_config
+from lockstep.config.shipped import find_config
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.models import build_model, forward_flops, parameter_count
@@ -30,6 +31,39 @@ def test_a_gpt_is_counted_as_it_is_built(size: str, llama: bool) -> None:
     assert network.parameters == pytest.approx(parameter_count(model), rel=2e-3)  # biases
     counted = 3 * forward_flops(model, spec) / 256
     assert network.flops_per_token(counted_whole=True) == pytest.approx(counted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "known"),
+    [
+        ("mixtral_8x7b", "mixtral-8x7b"),
+        ("olmoe_1b_7b", "olmoe-1b-7b"),
+        ("qwen3_30b_a3b", "qwen3-30b"),
+        ("moe_small", None),
+    ],
+)
+def test_a_mixture_of_experts_is_counted_as_it_is_built(config: str, known: str | None) -> None:
+    model = load_config(find_config(config)).model
+    assert isinstance(model, GPT)
+    model.vocabulary = model.vocabulary or 256
+    spec = DataSpec("tokens", (model.context,), model.vocabulary)
+    with torch.device("meta"):
+        built = build_model(model, spec)
+    network = network_of_gpt(model)
+    assert network.parameters == pytest.approx(parameter_count(built), rel=1e-4)  # norms of queries and keys
+    flops = 3 * forward_flops(built, spec) / model.context
+    assert network.flops_per_token(counted_whole=True) == pytest.approx(flops, rel=1e-6)
+    if known is not None:
+        assert network.parameters == pytest.approx(KNOWN[known]().parameters, rel=1e-4)
+
+
+def test_dense_blocks_before_experts_and_shared_ones_are_counted() -> None:
+    config = GPT(d_model=64, layers=3, heads=4, context=32, vocabulary=64, experts=8, active=2, expert_width=48)
+    config.shared_experts, config.dense_layers, config.norm = 2, 1, "rmsnorm"
+    with torch.device("meta"):
+        built = build_model(config, DataSpec("tokens", (32,), 64))
+    last_norm = 64
+    assert network_of_gpt(config).parameters + last_norm == parameter_count(built)
 
 
 @pytest.mark.parametrize("model", [ResNet(depth=18), ResNet(depth=50), CNN(), MLP(layers=4, width=64)])

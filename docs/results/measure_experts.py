@@ -29,7 +29,6 @@ def models(size: str, width: int) -> dict[str, GPT]:
     return {
         "dense": dense,
         "32 experts, 4 active": replace(dense, experts=32, active=4, expert_width=width // 4),
-        "64 experts, 4 active": replace(dense, experts=64, active=4, expert_width=width // 4),
         "64 experts, 8 active": replace(dense, experts=64, active=8, expert_width=width // 8),
     }
 

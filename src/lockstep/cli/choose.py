@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.cli.parsing import parse, refuse_positional
-from lockstep.cli.plan import SIZES_OF_OURS, known_network, train_command
+from lockstep.cli.plan import SIZES_OF_OURS, known_network, not_run, train_command
 from lockstep.cli.tables import console
+from lockstep.config.shipped import shipped_configs
 from lockstep.errors import UserError
 from lockstep.plan.choose import choose
 from lockstep.plan.describe import network_of_hf
 from lockstep.plan.known import KNOWN
 from lockstep.plan.machine import kinds, parse_cluster, usual_precision
 from lockstep.words import duration
+
+KNOWN_AS = {name.replace("-", "_") for name in KNOWN}
 
 
 @dataclass
@@ -83,8 +86,11 @@ def main(argv: list[str]) -> int:
         soft_wrap=True,
         highlight=False,
     )
-    if found.plan.layout.ep > 1:
-        print("lockstep train has no experts yet: this is what one would run elsewhere")
+    reason = not_run(found.plan.layout)
+    if found.plan.layout.ep > 1 and shipped_model(arguments.model) is None:
+        reason = f"lockstep train spreads the experts of its own GPT ({', '.join(own_mixtures())})"
+    if reason is not None:
+        print(f"this is what one would run elsewhere: {reason}")
     else:
         model, remark = model_flags(arguments, network.context)
         run = f"--data.name synthetic --train.batch-size {batch} --train.precision {precision} --train.steps 50"
@@ -104,6 +110,9 @@ def model_flags(arguments: ChooseArguments, context: int) -> tuple[str, str]:
     name = arguments.model or ""
     if arguments.hf is None and name.startswith("gpt2-"):
         return f"--model.name gpt --model.size {name[5:]} --model.context {context} --model.vocabulary 50304", ""
+    config = shipped_model(name)
+    if config is not None:
+        return f"{config} --model.context {context}", ""
     if arguments.hf is None and name.startswith("resnet"):
         return f"--model.name resnet --model.depth {name[6:]} --data.shape 3 224 224 --data.classes 1000", ""
     folder = name
@@ -112,6 +121,16 @@ def model_flags(arguments: ChooseArguments, context: int) -> tuple[str, str]:
         folder = str(given.parent if given.suffix == ".json" else given)
     remark = "" if Path(folder).is_dir() else f"   # {folder}/: its folder of Hugging Face's"
     return f"--model.name hf --model.path {folder} --model.context {context}", remark
+
+
+def shipped_model(name: str | None) -> str | None:
+    """The config of a published model: qwen3_30b_a3b for qwen3-30b."""
+    wanted = (name or "").replace("-", "_")
+    return next((config for config in shipped_configs() if wanted in KNOWN_AS and config.startswith(wanted)), None)
+
+
+def own_mixtures() -> list[str]:
+    return [config for known in KNOWN if (config := shipped_model(known)) is not None]
 
 
 def asked(question: str, flag: str, example: str) -> str:

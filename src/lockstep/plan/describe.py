@@ -51,6 +51,7 @@ KNOWN_TYPES = (
         "qwen3_moe",
         "olmo",
         "olmo2",
+        "olmoe",
         "granite",
     ),
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss", "phi3", "internlm2", "smollm3"),
