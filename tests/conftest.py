@@ -35,6 +35,15 @@ def ranks_are_forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     reads_ranks = "capfd" in request.fixturenames  # what a fork prints goes where the server's output went at its start
     if request.path.name != "test_launch.py" and not reads_ranks:
         monkeypatch.setattr("lockstep.launch.start.START_METHOD", "forkserver")
+    monkeypatch.setattr("lockstep.launch.start.PRELOADED", PRELOADED)
+
+
+PRELOADED = (
+    *("lockstep.cli.train", "lockstep.training.loop", "lockstep.verify", "lockstep.bench.train"),
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+    *("torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
+)
+"""What ranks of most tests import: done once, before they are forked, it is most of their processor time less."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -188,10 +188,14 @@ def _start_ranks(
     return [pickle.loads(results[rank]) for rank in sorted(results)]
 
 
+PRELOADED: tuple[str, ...] = ("torch._dynamo",)
+"""What else the server imports: else each rank would, when it makes an optimizer, for seconds."""
+
+
 def _start_server() -> None:
     """The process that ranks are forks of, once for all launches; it imports what we have imported of ours."""
     imported = sorted(name for name in sys.modules if name.startswith("lockstep.") and not name.endswith("__main__"))
-    multiprocessing.set_forkserver_preload(["lockstep.launch.rank", *imported])
+    multiprocessing.set_forkserver_preload(["lockstep.launch.rank", *imported, *PRELOADED])
     forkserver.ensure_running()
 
 
