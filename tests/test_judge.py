@@ -24,6 +24,8 @@ from lockstep.judge.holding import pieces
 from lockstep.judge.judging import Reference, reference_of
 from lockstep.judge.runs import Run, run
 from lockstep.judge.store import Process, Store, Stored
+from tests import warm
+from tests.judged import cases
 from tests.judged.cases import CLEAN, FAULTS, ODD, Case, asked, candidate_command, judged, problem, reference_command
 
 EACH = 400
@@ -39,7 +41,7 @@ class References:
         self.stack, self.known = ExitStack(), dict[tuple[object, ...], Reference]()
 
     def of(self, case: Case) -> Reference:
-        key = case.reference, case.steps, case.no_dropout
+        key = cases.PYTHON, case.reference, case.steps, case.no_dropout
         if key not in self.known:
             self.known[key] = self.stack.enter_context(reference_of(asked(case)))
         return self.known[key]
@@ -53,15 +55,23 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]
         yield found
 
 
-def by_reference(cases: list[Case]) -> list[Case]:
-    return sorted(cases, key=lambda case: case.reference)
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts run in forks of a process that has imported torch: to import it is most of what they do. Those that
+    do odd things run in processes of their own.
+    """
+    monkeypatch.setattr(cases, "PYTHON", warm.python())
+
+
+def by_reference(some: list[Case]) -> list[Case]:
+    return sorted(some, key=lambda case: case.reference)
 
 
 @pytest.mark.slow
 @pytest.mark.proof
 @pytest.mark.timeout(EACH)
 @pytest.mark.parametrize("case", by_reference([one for one in FAULTS if one.sampled]), ids=lambda case: case.name)
-def test_a_fault_is_named(case: Case, references: References) -> None:
+def test_a_fault_is_named(case: Case, references: References, forked: None) -> None:
     assert (said := problem(case, judged(case, references.of(case)))) is None, said
 
 
@@ -69,7 +79,7 @@ def test_a_fault_is_named(case: Case, references: References) -> None:
 @pytest.mark.proof
 @pytest.mark.timeout(EACH)
 @pytest.mark.parametrize("case", by_reference([one for one in CLEAN if one.sampled]), ids=lambda case: case.name)
-def test_what_is_right_is_equal(case: Case, references: References) -> None:
+def test_what_is_right_is_equal(case: Case, references: References, forked: None) -> None:
     if case.missing:
         pytest.skip(f"{case.missing} is not installed")
     assert (said := problem(case, judged(case, references.of(case)))) is None, said

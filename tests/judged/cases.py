@@ -271,9 +271,13 @@ def on_gpu() -> Iterator[Case]:
 ON_GPU = list(on_gpu())
 
 
+PYTHON = sys.executable
+"""Tests set another one, which starts sooner."""
+
+
 def reference_command(case: Case) -> str:
     script, *arguments = case.reference.split()
-    return " ".join([sys.executable, str(HERE / script), *arguments])
+    return " ".join([PYTHON, str(HERE / script), *arguments])
 
 
 @contextmanager
@@ -282,12 +286,12 @@ def candidate_command(case: Case) -> Iterator[str]:
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     script = " ".join([str(HERE / words[at]), *words[at + 1 :]])
     if case.launcher == "torchrun":
-        start = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {case.ranks} {script}"
+        start = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node {case.ranks} {script}"
     elif case.launcher == "none":
-        start = " ".join([*words[:at], sys.executable, script]) + case.end
+        start = " ".join([*words[:at], PYTHON, script]) + case.end
     else:
         common = f"WORLD_SIZE={case.ranks} MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} OMP_NUM_THREADS=1"
-        one = f"RANK=$rank LOCAL_RANK=$rank {common} {sys.executable} {script}"
+        one = f"RANK=$rank LOCAL_RANK=$rank {common} {PYTHON} {script}"
         start = f"for rank in {' '.join(map(str, range(case.ranks)))}; do {one} & done; wait"
     yield start
 

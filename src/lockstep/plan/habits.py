@@ -115,8 +115,8 @@ WORDS = (
 """Of sources that are not listed: the software that their text names."""
 
 
-def habit_of(source: str, notes: str) -> Habit:
-    """By the source, then by what the row's notes say of it."""
+def habit_of(source: str, notes: str, gpu: str = "") -> Habit:
+    """By the source, then by what the row's notes say of it, and its GPU."""
     habit = next((h for h in HABITS if source.startswith(h.source)), None)
     if habit is None:
         text = f"{source} {notes}".lower()
@@ -136,7 +136,10 @@ def habit_of(source: str, notes: str) -> Habit:
     if "fp32 grad" in notes:
         software = replace(software, gradient_bytes=4, kept=Kept(2, 6, 12))
     release = re.search(r"\[(\d\d)\.(\d\d)[.\d]* NeMo", source)
-    if release is not None and (int(release[1]), int(release[2])) >= (26, 6):
+    if release is not None and re.search(r"gb[23]00", gpu.lower()):  # as its recipes for these say
+        software = replace(software, graphs_attention=True)
+    new = release is not None and (int(release[1]), int(release[2])) >= (26, 6)
+    if new and re.search(r"b[23]00", gpu.lower()):  # kernels and graphs of that release are for Blackwell
         software = replace(software, graphs=True, overlaps_experts=True)
     habit = replace(habit, software=software)
     stated = link_in(notes) or link_in(source)

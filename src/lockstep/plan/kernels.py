@@ -31,8 +31,8 @@ def product_efficiency(
     and for sizes that do not align.
     """
     kind = f"products_{machine.architecture}_{dtype if BYTES[dtype] <= 2 else 'fp32'}"
-    wide = f"products_{machine.architecture}_bf16"  # fp16 runs at the rate of bf16
-    best = constants.values.get(kind) or constants.values.get(wide if dtype == "fp16" else kind)
+    bf16 = f"products_{machine.architecture}_bf16"  # fp16 runs at the rate of bf16
+    best = constants.values.get(kind) or constants.values.get(bf16 if dtype == "fp16" else kind)
     best = best or constants["products_other"]
     filled = 1.0
     if machine.is_gpu:
@@ -41,8 +41,9 @@ def product_efficiency(
         wave = 1 - constants["wave_weight"] * (1 - waves / ceil(waves))
         filled = m * n * grouped / (tiles * TILE * TILE) * wave
     sums = k / (k + constants["short_sum"])
-    aligned = 1.0 if n % 64 == 0 and k % 64 == 0 else constants["unaligned"]
-    shared = constants["grouped"] if grouped > 1 else 1.0
+    wide = TILE if grouped > 1 else TILE // 2  # kernels of many products have no narrower tiles
+    aligned = 1.0 if n % wide == 0 and k % wide == 0 else constants["unaligned"]
+    shared = m / (m + constants["grouped"]) if grouped > 1 else 1.0
     return best * filled * sums * aligned * shared
 
 

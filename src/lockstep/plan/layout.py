@@ -101,8 +101,13 @@ def stages_of(network: Network, layout: PlanLayout, how: Stages = "layers") -> l
     if p == 1:
         return [float(layers)]
     if how == "ends":
-        whole = (layers + 2) / p
-        return [whole - 1] + [whole] * (p - 2) + [whole - 1]
+        whole, left = divmod(layers + 2, p * layout.chunks)
+        if not left:
+            whole *= layout.chunks
+            return [whole - 1.0] + [float(whole)] * (p - 2) + [whole - 1.0]
+        most = -(-layers // (p * layout.chunks))  # the last parts have what is left
+        filled = [min(most, max(0, layers - most * part)) for part in range(p * layout.chunks)]
+        return [float(sum(filled[rank::p])) for rank in range(p)]
     placement = placement_of(layout.schedule, p, layout.chunks)
     if how == "costs" and placement.parts <= layers:
         counts = layers_by_cost(network, placement.parts)

@@ -83,6 +83,17 @@ class Layer:
         return any(p.experts for p in self.products)
 
     @property
+    def gates_experts(self) -> bool:
+        """The experts' first product makes gates beside what they are multiplied with."""
+        sizes = [(p.k, p.n) for p in self.products if p.experts]
+        return len(sizes) == 2 and sizes[0][1] == 2 * sizes[1][0]
+
+    @property
+    def inner_experts(self) -> int:
+        """Of `inner`, what lies inside the experts."""
+        return sum((p.n if p.cut == "column" else p.k) * p.visits for p in self.products if p.experts)
+
+    @property
     def visits(self) -> int:
         """Experts that a token is sent to."""
         return max((p.visits for p in self.products if p.experts), default=0)

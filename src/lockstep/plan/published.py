@@ -59,7 +59,8 @@ def read_row(cells: dict[str, str], constants: Constants) -> Row:
     try:
         row.measured_gib = number(cells, "peak_mem_gib") or None
         row.setting = setting_of(cells, constants)
-        row.measured_s = measured_seconds(cells, row.setting, habit_of(cells["source"], cells.get("notes", "")))
+        habit = habit_of(cells["source"], cells.get("notes", ""), cells["gpu"])
+        row.measured_s = measured_seconds(cells, row.setting, habit)
     except (UserError, ValueError, ArithmeticError) as error:
         row.setting, row.reason = None, str(error)
     return row
@@ -95,11 +96,13 @@ def whole(cells: dict[str, str], name: str, default: int | None = None, least: i
 
 def setting_of(cells: dict[str, str], constants: Constants) -> Setting:
     notes = cells.get("notes", "")
-    habit = habit_of(cells["source"], notes)
+    habit = habit_of(cells["source"], notes, cells["gpu"])
     network = network_of(cells)
     machine = machine_for(cells, habit)
     layout = layout_of(cells, habit, network)
     software = habit.software
+    if software.overlaps_experts and any(b.is_routed and not b.gates_experts for b, _ in network.layers):
+        software = replace(software, graphs=False, overlaps_experts=False)  # those kernels are for gated experts
     precision = precision_of(cells.get("precision", ""), machine)
     return Setting(network, layout, machine, software, precision, constants)
 

@@ -38,7 +38,9 @@ class Software:
     overlaps_tensor: bool = False
     """Tensor-parallel traffic behind matrix products."""
     overlaps_experts: bool = False
-    """Tokens are sent to experts behind other work, and permuted on the way."""
+    """Tokens are sent to experts behind other work, and permuted on the way; activation functions, and narrow types,
+    are written by the kernels of the experts' products.
+    """
     sends_once: bool = False
     """A token whose experts are on one other node is sent there once."""
     overlaps_gradients: bool = True
@@ -47,6 +49,8 @@ class Software:
     """What tensor parallelism does not cut is cut along the sequence."""
     graphs: bool = False
     """CUDA graphs: kernels cost the host nothing."""
+    graphs_attention: bool = False
+    """The same of all kernels but the experts'."""
     host: float = 1.0
     """Of the time that Megatron's hosts need to issue a layer's kernels (`launch_layer`), what this one needs."""
     gradient_bytes: int = 4

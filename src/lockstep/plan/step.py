@@ -18,14 +18,14 @@ straggling    the slowest of many
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import log2
+from math import ceil, log2
 
 from lockstep.parallel.context.law import hops
 from lockstep.parallel.pipeline.law import MICRO_BATCH, idle
 from lockstep.parallel.tensor.law import PASSES_FORWARD, passes_backward
 from lockstep.parallel.zero.law import gathers
 from lockstep.plan.constants import Constants, fitted
-from lockstep.plan.kernels import attention_seconds, memory_rate, moving_seconds, product_seconds
+from lockstep.plan.kernels import TILE, attention_seconds, memory_rate, moving_seconds, product_seconds
 from lockstep.plan.layout import SHARE, PlanLayout, stages_of
 from lockstep.plan.links import GATHER, REDUCE, collective_seconds, exchange_seconds, message_seconds
 from lockstep.plan.machine import Machine
@@ -135,18 +135,33 @@ class Clock:
                 block.attention, self.tokens, s.network.context, tp, kernel, s.machine, c
             )
             terms["context"] = self.ring(block, terms["attention"])
-        elements = c["passes_width"] * block.width / s.beside + c["passes_inner"] * block.inner / tp
+        elements = c["passes_width"] * block.width / s.beside
+        elements += c["passes_inner"] * (block.inner - block.inner_experts) / tp
+        if not s.software.overlaps_experts:
+            elements += c["passes_experts"] * block.inner_experts / tp
         eager = 1.0 if s.software.fused else c["passes_eager"]
         terms["moving"] = FORWARD * eager * moving_seconds(self.tokens * elements, s.machine, c, self.s.element)
+        terms["moving"] += FORWARD * self.narrowing(block)
         terms["tensor"] = self.tensor(block, PASSES_FORWARD)
         if block.is_routed:
             terms["experts"] = self.experts(block)
         work = s.network.work
         return {name: seconds * work for name, seconds in terms.items()}
 
-    def products(self, block: Layer) -> float:
+    def products(self, block: Layer, back: bool = False) -> float:
+        """Forward; `back`: the gradients of inputs and of weights, whose sums are over outputs and over tokens."""
         s, tp, layout = self.s, self.s.layout.tp, self.s.layout
         total = 0.0
+
+        def seconds(m: float, k: float, n: float, dtype: str, grouped: int = 1) -> float:
+            if not back:
+                return product_seconds(m, k, n, dtype, s.machine, self.c, grouped)
+            inputs = product_seconds(m, n, k, dtype, s.machine, self.c, grouped)
+            if s.software.frozen:
+                return inputs
+            rows = TILE * ceil(m / TILE) if m > TILE else m  # tokens are padded, so that their sum aligns
+            return inputs + product_seconds(k, rows, n, dtype, s.machine, self.c, grouped)
+
         for p in block.products:
             if p.experts:
                 mine = max(1, p.experts // layout.ep)
@@ -154,15 +169,29 @@ class Clock:
                 tokens = self.tokens * p.visits / (1 if etp >= tp else tp)
                 k, n = (p.k, p.n / etp) if p.cut == "column" else (p.k / etp, p.n)
                 narrow = "fp8" if s.precision == "fp4" else s.precision  # no kernels of many products in fp4
-                total += product_seconds(tokens / mine, k, n, narrow, s.machine, self.c, mine)
+                total += seconds(tokens / mine, k, n, narrow, mine)
             elif p.cut == "column":
-                total += product_seconds(self.tokens, p.k, p.n / tp, s.precision, s.machine, self.c)
+                total += seconds(self.tokens, p.k, p.n / tp, s.precision)
             elif p.cut == "row":
-                total += product_seconds(self.tokens, p.k / tp, p.n, s.precision, s.machine, self.c)
+                total += seconds(self.tokens, p.k / tp, p.n, s.precision)
             else:
-                tokens = self.tokens / s.beside
-                total += product_seconds(tokens * p.rows, p.k, p.n, s.wide, s.machine, self.c)
+                total += seconds(self.tokens / s.beside * p.rows, p.k, p.n, s.wide)
         return total
+
+    def narrowing(self, block: Layer) -> float:
+        """What is read and written to bring the products' inputs, and their outputs' gradients, into fp8 or fp4."""
+        s = self.s
+        if s.precision not in ("fp4", "fp8"):
+            return 0.0
+        moved, tp, etp = 0.0, s.layout.tp, s.layout.experts_tp
+        for p in block.products:
+            cut = etp if p.experts else tp
+            k, n = (p.k, p.n / cut) if p.cut == "column" else (p.k / cut, p.n)
+            if p.experts and not s.software.overlaps_experts:  # where it is, their kernels write narrow types
+                moved += (k + n) * p.visits / (1 if etp >= tp else tp)
+            elif not p.experts and p.cut != "whole":
+                moved += k + n
+        return self.c["narrow_passes"] * moving_seconds(self.tokens * moved, s.machine, self.c)
 
     def tensor(self, block: Layer, passes: int) -> float:
         """Of a layer's two pairs of cut matrices, each sending its tokens around the ring `passes` times."""
@@ -187,7 +216,7 @@ class Clock:
         tokens = self.tokens / (1 if layout.experts_tp >= layout.tp else layout.tp)
         payload = tokens * block.visits * (block.routed_width or block.width) * self.s.element
         copies = block.visits if s.software.sends_once else 1
-        sent = 2 * exchange_seconds(payload, layout.ep, layout.tp, s.machine, self.c, copies)
+        sent = 2 * exchange_seconds(payload, layout.ep, layout.experts_tp, s.machine, self.c, copies)
         sent *= self.c["exchange_exposed"]
         seconds = sent + self.c["permute_passes"] * payload / memory_rate(s.machine, self.c)
         return seconds * (self.c["experts_overlapped"] if s.software.overlaps_experts else 1.0)
@@ -196,7 +225,7 @@ class Clock:
         """Two products for each of forward's; the same messages the other way; and forward again where asked."""
         c, layout = self.c, self.s.layout
         terms = {"moving": 2 * forward["moving"]}
-        terms["products"] = (1 if self.s.software.frozen else 2) * forward["products"]
+        terms["products"] = self.products(block, back=True) * self.s.network.work
         if "attention" in forward:
             by = 2.0 if self.s.software.attention == "matrix" else c["flash_backward"]
             terms["attention"] = by * forward["attention"]
@@ -228,6 +257,7 @@ class Clock:
                 terms["shards"] = self.behind(traffic, sum(terms.values()))
         if not s.software.graphs and s.machine.is_gpu:
             floor = s.software.host * c["launch_layer"] * (1.0 + (c["launch_tensor"] if layout.tp > 1 else 0.0))
+            floor = 0.0 if s.software.graphs_attention else floor
             floor += c["launch_experts"] if block.is_routed else 0.0
             for terms, share in ((forward, FORWARD), (backward, 1 - FORWARD + SHARE[layout.recompute] * FORWARD)):
                 terms["launch"] = max(0.0, 1e-3 * floor * share - sum(terms.values()))
@@ -266,6 +296,8 @@ class Clock:
         """Forward, of one micro-batch: the products with the vocabulary, and the loss over it."""
         s, tp = self.s, self.s.layout.tp
         n = s.network.vocabulary / tp
+        if not s.software.lockstep_engines:  # others pad it
+            n = TILE * ceil(n / TILE)
         if not n:
             return 0.0
         product = product_seconds(self.tokens, s.network.hidden, n, s.wide, s.machine, self.c)
@@ -273,7 +305,7 @@ class Clock:
         passes = OWN_LOSS if own else self.c["loss_passes"]
         loss = moving_seconds(self.tokens * n * passes * FORWARD, s.machine, self.c, 4)
         extra = s.network.extra_layers * sum(self.layers[0].values())
-        return product + loss + extra
+        return (product + loss) * (1 + s.network.extra_layers) + extra
 
     @cached_property
     def stages(self) -> tuple[list[float], list[float], list[float]]:
