@@ -34,7 +34,7 @@ from lockstep.plan.machine import parse_cluster
 
 DOCS = Path(__file__).parent
 MARK = re.compile(
-    r"(<!-- (constants|matrix|others|code: [^>]+|output: [^>]+) -->\n).*?(\n<!-- end -->)", flags=re.DOTALL
+    r"(<!-- (constants|matrix|others|code: [^>]+|output: [^>]+) -->\n).*?((?<=\n)<!-- end -->)", flags=re.DOTALL
 )
 
 
@@ -87,9 +87,9 @@ def filled(page: str) -> str:
     def fill(found: re.Match[str]) -> str:
         kind = found[2]
         if kind in TABLES:
-            return found[1] + TABLES[kind]() + found[3]
+            return f"{found[1]}{TABLES[kind]()}\n{found[3]}"
         what, place = kind.split(": ", 1)
-        return found[1] + (code(place) if what == "code" else output(place)) + found[3]
+        return f"{found[1]}{code(place) if what == 'code' else output(place)}\n{found[3]}"
 
     return MARK.sub(fill, (DOCS / page).read_text(encoding="utf-8"))
 

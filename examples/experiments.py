@@ -28,7 +28,8 @@ from lockstep.plan.learn import settings_of
 from lockstep.plan.links import REDUCE, collective_seconds
 from lockstep.plan.machine import Machine, read_machine
 from lockstep.plan.memory import memory_of
-from lockstep.plan.step import Setting, step_time, with_factors
+from lockstep.plan.setting import Setting, with_factors
+from lockstep.plan.step import step_time
 from lockstep.results.record import read_record
 
 MEANING = (

@@ -25,7 +25,8 @@ from lockstep.plan.machine import parse_cluster
 from lockstep.plan.memory import memory_of
 from lockstep.plan.network import Network
 from lockstep.plan.search import Question, search
-from lockstep.plan.step import Setting, step_time
+from lockstep.plan.setting import Setting
+from lockstep.plan.step import step_time
 from lockstep.strategies import STRATEGIES, degrees_of
 from lockstep.strategies.table import strategy_dividing
 from lockstep.verify import Request, verify

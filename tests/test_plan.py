@@ -19,7 +19,8 @@ from lockstep.plan.memory import memory_of
 from lockstep.plan.network import transformer
 from lockstep.plan.pipeline import enough, pipeline_seconds
 from lockstep.plan.search import Question, judge, least_gpus, neighbours, pareto, search
-from lockstep.plan.step import Setting, step_time
+from lockstep.plan.setting import Setting
+from lockstep.plan.step import step_time
 
 ROOT = Path(__file__).parent.parent
 H100 = machine_of("h100")

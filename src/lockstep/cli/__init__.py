@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from io import TextIOWrapper
 
 from lockstep.errors import RankError, UserError
+from lockstep.launch.options import Process
 from lockstep.strange import shown
 
 if multiprocessing.parent_process() is not None:  # a rank being started: Ctrl-C ends it without a word
@@ -109,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
             refuse_unknown(name, COMMANDS[name][0], rest)
             if name in OF_A_CONFIG:
                 config_from(rest)
+        Process.is_command = argv is None
         with ctrl_c_waits():
             command = importlib.import_module(COMMANDS[name][0])
         return int(command.main(rest))

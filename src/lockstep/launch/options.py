@@ -6,6 +6,13 @@ from typing import Literal
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 
+class Process:
+    """What this process is."""
+
+    is_command = False
+    """One command, which changes nothing about itself before its ranks start: they may be forks (`rank.py`)."""
+
+
 @dataclass
 class Launch:
     """Which ranks run the command."""

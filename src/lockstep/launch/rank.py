@@ -1,9 +1,9 @@
 """The life of one rank that we have started ourselves.
 
-A rank starts afresh (`spawn`), as a program of its own would. A process that launches again and again, and changes
-nothing about itself in between, as a test suite does, may have its ranks forked from a server that has imported torch
-(`forkserver`): that saves seconds each time. The fork has the server's streams, limits and import path, not the
-launcher's present ones, which is why commands do not use it.
+A rank starts afresh (`spawn`), as a program of its own would; or it is forked from a server that has imported torch
+(`forkserver`), which saves each rank seconds of imports. A fork has the streams, limits and import path that the
+launcher had when the server started. So it is for processes that do not change these before or between launches: a
+command, on CPUs, and a test suite.
 """
 
 import ctypes

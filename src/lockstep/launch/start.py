@@ -32,7 +32,7 @@ from lockstep.launch.cores import available_cores, changed_environment
 from lockstep.launch.failure import explain, said_something
 from lockstep.launch.join import check_known, choose_device, join_world
 from lockstep.launch.leftovers import FOLDER_PREFIX, remove_leftovers
-from lockstep.launch.options import Launch
+from lockstep.launch.options import Launch, Process
 from lockstep.launch.processes import signature
 from lockstep.launch.rank import (
     FOLDER,
@@ -46,7 +46,7 @@ from lockstep.launch.rank import (
 from lockstep.launch.restart import with_restarts
 from lockstep.words import counted
 
-START_METHOD: StartMethod = "spawn"
+START_METHOD: StartMethod | None = None
 """Of ranks, where the caller does not say."""
 
 
@@ -90,9 +90,17 @@ def run_on_ranks(
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return [function(world, *args)]
     run_id = uuid.uuid4().hex
-    method = start_method or START_METHOD
+    method = start_method or START_METHOD or usual_method(launch)
     start = partial(_start_ranks, function, args, launch, nproc, threads, method, saves_when_stopped, run_id)
     return with_restarts(start, max_restarts)
+
+
+def usual_method(launch: Launch) -> StartMethod:
+    """Ranks of a command on CPUs are forks of one process that has imported torch. A GPU's driver, and macOS's own
+    libraries, are not made for that.
+    """
+    on_cpus = launch.device == "cpu" or not torch.cuda.is_available()
+    return "forkserver" if Process.is_command and on_cpus and sys.platform == "linux" else "spawn"
 
 
 RANKS_PER_CORE = 4

@@ -13,8 +13,9 @@ from lockstep.errors import UserError
 from lockstep.plan.layout import PlanLayout, Recompute
 from lockstep.plan.machine import Machine
 from lockstep.plan.network import Network
+from lockstep.plan.setting import Setting
 from lockstep.plan.software import COMPILED, OURS
-from lockstep.plan.step import Setting, step_time
+from lockstep.plan.step import step_time
 from lockstep.results.metrics import read_metrics
 from lockstep.results.record import Record
 from lockstep.strange import json_of

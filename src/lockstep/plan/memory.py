@@ -15,7 +15,7 @@ from lockstep.parallel.pipeline.law import held
 from lockstep.parallel.zero.law import divided
 from lockstep.plan.layout import PlanLayout, stages_of
 from lockstep.plan.network import Layer
-from lockstep.plan.step import Setting
+from lockstep.plan.setting import Setting
 
 GIB = 2.0**30
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")

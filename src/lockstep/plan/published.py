@@ -13,7 +13,7 @@ from lockstep.plan.known import known_model
 from lockstep.plan.layout import PlanLayout, Recompute
 from lockstep.plan.machine import Link, Machine, machine_of
 from lockstep.plan.network import Network, transformer, transformer_block
-from lockstep.plan.step import Setting
+from lockstep.plan.setting import Setting
 
 COLUMNS = ("source", "model", "seq", "gpu", "gpus", "tp", "pp", "dp")
 """Without these no row can be described."""

@@ -12,8 +12,9 @@ from lockstep.plan.machine import Cluster
 from lockstep.plan.memory import Memory, memory_of, verdict
 from lockstep.plan.network import Network
 from lockstep.plan.residuals import interval
+from lockstep.plan.setting import Setting
 from lockstep.plan.software import OURS, Software
-from lockstep.plan.step import Clock, Setting, StepTime, step_time
+from lockstep.plan.step import Clock, StepTime, step_time
 
 Choices = Callable[[str, Iterable[Any]], list[Any]]
 """Of a field of a layout: what was fixed, or all values that are worth trying."""

@@ -16,7 +16,7 @@ optimizer     the update, by the bytes that it moves
 straggling    the slowest of many
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log2
 
@@ -24,14 +24,12 @@ from lockstep.parallel.context.law import hops
 from lockstep.parallel.pipeline.law import MICRO_BATCH, idle
 from lockstep.parallel.tensor.law import PASSES_FORWARD, passes_backward
 from lockstep.parallel.zero.law import gathers
-from lockstep.plan.constants import Constants, fitted
 from lockstep.plan.kernels import TILE, attention_seconds, memory_rate, moving_seconds, product_seconds
-from lockstep.plan.layout import SHARE, PlanLayout, stages_of
+from lockstep.plan.layout import SHARE, stages_of
 from lockstep.plan.links import GATHER, REDUCE, collective_seconds, exchange_seconds, message_seconds
-from lockstep.plan.machine import Machine
-from lockstep.plan.network import Layer, Network
+from lockstep.plan.network import Layer
 from lockstep.plan.pipeline import pipeline_seconds
-from lockstep.plan.software import OURS, Software
+from lockstep.plan.setting import Setting, with_factors
 
 Terms = dict[str, float]
 OPTIMIZER_BYTES = 28
@@ -44,33 +42,6 @@ SENT = ("tensor", "context", "experts", "shards")
 """Terms of a layer in which it waits for what other ranks send: nothing else is sent meanwhile."""
 FORWARD = 1 / 3
 """Of elementwise work, and of launches: forward's share."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Everything that a prediction depends on."""
-
-    network: Network
-    layout: PlanLayout
-    machine: Machine
-    software: Software = OURS
-    precision: str = "bf16"
-    """Of the products in the layers; head and attention compute in bf16 where this is narrower."""
-    constants: Constants = field(default_factory=fitted)
-
-    @property
-    def wide(self) -> str:
-        return "bf16" if self.precision in ("fp4", "fp8") else self.precision
-
-    @property
-    def element(self) -> int:
-        """Bytes of an activation."""
-        return {"fp32": 4, "tf32": 4, "fp64": 8}.get(self.precision, 2)
-
-    @property
-    def beside(self) -> int:
-        """Ranks that share what tensor parallelism does not cut: those of tp, where it is cut along the sequence."""
-        return self.layout.tp if self.layout.sequence and self.software.sequence else 1
 
 
 @dataclass
@@ -97,11 +68,6 @@ class StepTime:
 
 def step_time(setting: Setting) -> StepTime:
     return Clock(setting).step()
-
-
-def with_factors(setting: Setting) -> Constants:
-    """The constants as they are on this machine: what calibrate and learn have found."""
-    return setting.constants.scaled(setting.machine.factors)
 
 
 class Clock:

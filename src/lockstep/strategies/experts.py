@@ -181,6 +181,19 @@ def expert_traffic(balance: Balance, micro_batches: int, recomputes: bool, compu
     return total
 
 
+def usual_expert_traffic(
+    stage: nn.Module, parallel: Parallel, tokens: int, repeated: int, compute: torch.dtype | None
+) -> Sent:
+    """Of one micro-batch of `tokens` on a rank, if all experts are used alike."""
+    total = NOTHING
+    mine = tokens / parallel.tp if folds_tp(parallel) else float(tokens)
+    for mixture in mixtures_in(stage).values() if parallel.ep > 1 else ():
+        rows = law.equal_use(mine, mixture.active, parallel.ep)
+        row = mixture.d_model * (compute or mixture.experts.gate.dtype).itemsize
+        total += law.exchanged(rows, rows, row, repeated)
+    return total
+
+
 def beside_tensors(stage: nn.Module, parallel: Parallel, tokens: int) -> Sent:
     """What the tp ranks send for the experts of one micro-batch of `tokens`."""
     total = NOTHING

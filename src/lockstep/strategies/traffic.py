@@ -19,7 +19,7 @@ from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowPa
 from lockstep.parallel.tensor.tensor_parallel import SummedOverPositions
 from lockstep.strategies.context import attention_of, cut_positions
 from lockstep.strategies.engine import Engine
-from lockstep.strategies.experts import beside_tensors, cut_experts
+from lockstep.strategies.experts import beside_tensors, cut_experts, usual_expert_traffic
 from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.pipeline import micro_batches_of, placement_for
 from lockstep.strategies.table import STRATEGIES, Table, expected_traffic
@@ -51,7 +51,9 @@ def traffic_by_axis(
     table: Table = STRATEGIES,
     compute: torch.dtype | None = None,
 ) -> dict[str, Sent | None]:
-    """`model`: whole, on the meta device; it is cut. `batch`: this rank's share of the global batch."""
+    """`model`: whole, on the meta device; it is cut. `batch`: this rank's share of the global batch. What experts send
+    depends on the router: here all are used alike.
+    """
     degrees = layout.degrees
     pp, tp, cp = (layout.group(axis) for axis in ("pp", "tp", "cp"))
     micro_batches = batch.micro_batches(accumulation if pp.size == 1 else micro_batches_of(parallel, accumulation))
@@ -79,6 +81,8 @@ def traffic_by_axis(
         found["tp"] += added(beside_tensors(stage, parallel, tokens) for _, tokens in rows) or NOTHING
     if len(rows) > 1 and counts_experts:  # a forward pass more
         found |= {axis: None for axis, group in (("tp", tp), ("cp", cp)) if group.size > 1}
+    again = int(len(rows) > 1 and counts_experts)
+    found["ep"] = added(usual_expert_traffic(stage, parallel, tokens, again, compute) for _, tokens in rows)
     found["cp"] = added(
         context_traffic(stage, cp.size, parallel.attention, count, positions * cp.size, itemsize) for count, _ in rows
     )

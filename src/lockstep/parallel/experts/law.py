@@ -24,7 +24,7 @@ Table = Sequence[Sequence[int]]
 """Rank -> expert -> rows."""
 
 
-def equal_use(tokens: int, active: int, ranks: int) -> float:
+def equal_use(tokens: float, active: int, ranks: int) -> float:
     """Rows that leave a rank, where all experts are used alike."""
     return tokens * active * (ranks - 1) / ranks
 
