@@ -1,6 +1,7 @@
 """Ranks start, fail and end as they should: a clear error in bounded time, and nobody is left behind."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +76,12 @@ def on_ranks(function: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
 
 
 def children(process: int | None = None) -> list[psutil.Process]:
-    """The ranks below it, or below us, and the server that they are forks of."""
+    """The ranks below it, or below us, and the server that a command's ranks are forks of. Ours stays."""
     found = []
+    ours = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     for child in psutil.Process(process).children(recursive=True):
+        if child.pid == ours:
+            continue
         with suppress(psutil.NoSuchProcess):  # it may have ended by now
             command = " ".join(child.cmdline())
             found += [child] * ("spawn_main" in command or "forkserver" in command)
@@ -292,7 +297,8 @@ def test_ctrl_c_while_ranks_import(tmp_path: Path) -> None:
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=LONG)
-    assert (process.returncode, output) == (130, "interrupted: Ctrl-C: all ranks were ended\n")
+    assert process.returncode == 130
+    assert re.fullmatch("interrupted(: Ctrl-C: all ranks were ended)?\n", output)  # it may be that none had started
     _, alive = psutil.wait_procs(ranks, timeout=LONG)
     assert alive == []
 

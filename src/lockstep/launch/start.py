@@ -204,7 +204,11 @@ def _start_server() -> None:
     """The process that ranks are forks of, once for all launches; it imports what we have imported of ours."""
     imported = sorted(name for name in sys.modules if name.startswith("lockstep.") and not name.endswith("__main__"))
     multiprocessing.set_forkserver_preload(["lockstep.launch.rank", *imported, *PRELOADED])
-    forkserver.ensure_running()
+    with ctrl_c_held_back():
+        forkserver.ensure_running()
+    first = multiprocessing.get_context("forkserver").Process(target=int)
+    first.start()  # when all is imported: here Ctrl-C is heard while we wait
+    first.join()
 
 
 CTRL_C_PASSED_ON = signal.SIGUSR2
