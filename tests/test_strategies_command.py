@@ -1,13 +1,14 @@
 """`lockstep strategies`: every strategy on a line, with what it holds and sends."""
 
+import shlex
+
 import pytest
 
 from lockstep.cli import main
 from lockstep.strategies import available_strategies
 
-
-SMALL = "--model.name gpt --model.size custom --model.d-model 64 --model.layers 2 --model.heads 4".split()
-SMALL += "--model.vocabulary 128 --world-size 4 --batch-size 8".split()
+MODEL = "--model.name gpt --model.size custom --model.d-model 64 --model.layers 2 --model.heads 4"
+SMALL = [*shlex.split(MODEL), "--model.vocabulary", "128", "--world-size", "4", "--batch-size", "8"]
 
 
 def listed(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, list[str]]]:
