@@ -1,7 +1,7 @@
 """Writes the live pages of the site into docs/_live, from the code itself; `make docs` calls it.
 
     ring.html        all-reduces turn by turn: comm/algorithms.py's run here, over queues in place of a network
-    experts.html     tokens on their way to their experts: models/experts.py's routing and sorting
+    experts.html     tokens sent to their experts: models/experts.py's routing and sorting
     overlap.html     buckets beside backward, by parallel/data/bucket.py's way of filling them
     schedules.html   pipeline schedules, as lockstep schedule draws them
     zero.html        what a rank holds at each ZeRO stage, by the planner
@@ -164,7 +164,7 @@ ROUTERS = {
 }
 
 
-def journeys(router: str) -> dict[str, Any]:
+def exchanges(router: str) -> dict[str, Any]:
     """What each rank has at each step of a forward pass: rows of (rank and number of the token, expert)."""
     torch.manual_seed(3)
     moe = MixtureOfExperts(16, 8, EXPERTS, ACTIVE)
@@ -249,9 +249,9 @@ def write() -> None:
         "experts under expert parallelism, step by step. A color is an expert; a row that is outlined comes from "
         "another rank. Drag the slider or use the arrow keys."
     )
-    routers = [journeys(name) for name in ROUTERS]
+    routers = [exchanges(name) for name in ROUTERS]
     (LIVE / "experts.html").write_text(
-        page("Tokens on their way to experts", words, "live_experts.js", routers), encoding="utf-8"
+        page("Tokens sent to their experts", words, "live_experts.js", routers), encoding="utf-8"
     )
     pictures = {}
     for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1"):

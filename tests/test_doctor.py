@@ -25,6 +25,7 @@ def test_doctor_looks_at_everything_and_tries_two_ranks(capfd: pytest.CaptureFix
     for words in ("Python", "torch", "cores", "memory", "open files", "interfaces", "host name", "folder", "leftovers"):
         assert words in said
     assert said.count("all-reduce of 4 MiB is right") == 2
+    assert " ".join(said.split()).count("uneven all-to-all, as experts need, is right") == 2
     assert "0 wrong" in said
 
 

@@ -143,6 +143,28 @@ def test_the_bias_moves_once_for_each_step() -> None:
     assert torch.equal(twin.router.bias, before)
 
 
+def test_a_copy_after_training_has_no_graph_and_the_bias_stays_wide() -> None:
+    moe = build(balance="loss")
+    moe(tokens()).sum().backward()
+    assert moe.auxiliary_loss.requires_grad
+    assert not copy.deepcopy(moe).auxiliary_loss.requires_grad
+    narrow = build(balance="bias").to(torch.bfloat16)
+    assert narrow.router.bias is not None
+    assert (narrow.router.bias.dtype, narrow.router.weight.dtype) == (torch.float64, torch.bfloat16)
+
+
+def test_a_step_that_a_fused_optimizer_skips_moves_no_bias() -> None:
+    moe = build(balance="bias")
+    optimizer = torch.optim.Adam(moe.parameters(), lr=0.0, fused=True)
+    assert moe.router.bias is not None
+    for skipped in (1.0, 0.0):
+        before = moe.router.bias.clone()
+        moe(tokens()).sum().backward()
+        optimizer.found_inf = torch.tensor(skipped)  # type: ignore[attr-defined]
+        optimizer.step()
+        assert torch.equal(moe.router.bias, before) == bool(skipped)
+
+
 def test_bad_sizes_are_one_line() -> None:
     said = refused(
         [
@@ -153,6 +175,8 @@ def test_bad_sizes_are_one_line() -> None:
             lambda: MixtureOfExperts(8, 8, 4, 2, balance="los"),  # type: ignore[arg-type]
             lambda: MixtureOfExperts(8, 8, 4, 2, z_loss=-1.0),
             lambda: MixtureOfExperts(8, 0, 4, 2),
+            lambda: MixtureOfExperts(8, 8, 4, 2, capacity="1"),  # type: ignore[arg-type]
+            lambda: lockstep.expert_parallel([MixtureOfExperts(8, 8, 4, 2)]),  # type: ignore[arg-type]
             lambda: lockstep.expert_parallel(nn.Linear(2, 2)),
             lambda: lockstep.expert_parallel(MixtureOfExperts(8, 8, 4, 2), gradients="average"),  # type: ignore
         ]
@@ -165,6 +189,8 @@ def test_bad_sizes_are_one_line() -> None:
         "balance is 'los'",
         "z_loss is -1.0",
         "d_ff is 0",
+        "capacity is '1'",
+        "expert_parallel takes a module",
         "Linear has no MixtureOfExperts to spread; make the blocks' MLPs lockstep.MixtureOfExperts first",
         "gradients is 'average'",
     ]
@@ -178,10 +204,11 @@ PARTED = {"balance": "loss", "shared": 1}
 
 
 class Block(nn.Module):
-    """Two mixtures, and something before them."""
+    """Two mixtures, and something before them; always the same."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first = nn.Linear(D, D, dtype=torch.float64)
         self.mixtures = nn.ModuleList(build(**options) for _ in range(2))
 
@@ -206,7 +233,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def one_process(options: dict[str, Any], averaged: int = 1) -> dict[str, Any]:
-    torch.manual_seed(0)
     model = Block(**options)
     weights = torch.linspace(-1, 1, 24 * D, dtype=torch.float64).view(24, D)
     loss = model.loss(tokens(), weights)
@@ -223,7 +249,6 @@ def one_process(options: dict[str, Any], averaged: int = 1) -> dict[str, Any]:
 def spread_over_ranks(
     world: World, options: dict[str, Any], uneven: bool, parts: int = 1, wrapped: bool = False
 ) -> dict[str, Any]:
-    torch.manual_seed(world.rank)
     model = Block(**options)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -238,8 +263,9 @@ def spread_over_ranks(
     ledger = Ledger()
     with recording(ledger):
         y = called(tokens()[mine])
-        loss = (y * weights[mine]).sum() + sum(m.auxiliary_loss for m in model.mixtures)
-        (loss * world.size if wrapped else loss).backward()
+        times = world.size if wrapped else 1  # the auxiliary losses are made for a mean too
+        loss = (y * weights[mine]).sum() * times + sum(m.auxiliary_loss for m in model.mixtures)
+        loss.backward()
     held = {"gate", "up", "down"}
     for name, parameter in model.named_parameters() if not wrapped else []:
         if not (".experts." in name and name.rpartition(".")[2] in held):
@@ -250,12 +276,12 @@ def spread_over_ranks(
     found = gradients_of(model)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return {
-        "loss": all_reduce(loss.detach().clone()),
+        "loss": all_reduce(loss.detach().clone()) / times,
         "gradients": found,
         "norm": norm,
         "loads": [m.load for m in model.mixtures],
         "biases": [m.router.bias for m in model.mixtures if m.router.bias is not None],
-        "aux": [all_reduce(m.auxiliary_loss.detach().clone()) for m in model.mixtures],
+        "aux": [all_reduce(m.auxiliary_loss.detach().clone()) / times for m in model.mixtures],
         "sent": ledger.traffic("ep").wire_bytes,
         "calls": [entry.operation for entry in ledger.of("activations", "count")],
         "experts": len(model.mixtures[0].experts.gate),
@@ -296,6 +322,105 @@ def test_rows_in_two_parts_and_averaged_gradients() -> None:
         for (_, _, parts, _), found in zip(ways, every, strict=True):
             compare(found, one_process(PARTED), rank, 2)
             assert found["calls"].count("all_to_all") == 2 * 4 * parts
+
+
+def against_one_process(
+    world: World, model: Block, called: nn.Module, options: dict[str, Any], takes_mean: bool = True
+) -> None:
+    """Each rank's mean over its own tokens; gradients are averaged. Two steps, as a bias moves after the first."""
+    alone = Block(**options)
+    steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    for i in range(2):
+        batch, mine = tokens(seed=i), slice(24 * world.rank // world.size, 24 * (world.rank + 1) // world.size)
+        for optimizer in steps:
+            optimizer.zero_grad()
+        loss = called(batch[mine]).square().mean() + sum(m.auxiliary_loss for m in model.mixtures)
+        loss.backward()
+        expected = alone(batch).square().mean() + sum(m.auxiliary_loss for m in alone.mixtures)
+        expected.backward()
+        torch.testing.assert_close(all_reduce(loss.detach().clone()) / world.size, expected.detach())
+        for (name, ours), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
+            theirs = whole.grad
+            if theirs is not None and len(ours) < len(whole):
+                first = len(ours) * (world.rank % (len(whole) // len(ours)))
+                theirs = theirs[first : first + len(ours)]
+            torch.testing.assert_close(ours.grad, theirs, rtol=0, atol=1e-10, msg=name)
+        for optimizer in steps:
+            optimizer.step()
+        for one, other in zip(model.mixtures, alone.mixtures, strict=True):
+            assert torch.equal(one.load, other.load)
+            torch.testing.assert_close(one.router.bias, other.router.bias)
+
+
+BALANCED: list[dict[str, Any]] = [{"balance": "loss", "z_loss": 1e-2}, {"balance": "bias", "balance_coefficient": 0.05}]
+
+
+def averaged(world: World) -> None:
+    """Experts on every rank, over two ranks and over pairs of ranks; our wrapper and torch's."""
+    for options in BALANCED:
+        model = Block(**options)
+        against_one_process(world, model, lockstep.DataParallel(model), options)
+        model = lockstep.expert_parallel(Block(**options), gradients="mean")
+        assert isinstance(model, Block)
+        parent = nn.Sequential(model)  # not the module that was spread
+        against_one_process(world, model, nn.parallel.DistributedDataParallel(parent), options)
+        groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        pair, replicas = groups[world.rank // 2], groups[2 + world.rank % 2]
+        model = lockstep.expert_parallel(Block(**options), pair, "mean", replicas=replicas)
+        assert isinstance(model, Block)
+        against_one_process(world, model, lockstep.DataParallel(model), options)
+        assert model.mixtures[0].exchange.tables is None, "a loop of its own keeps no tables"
+    again = copy.deepcopy(model)
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert getattr(ours, "spread_by", None) == getattr(theirs, "spread_by", None)
+    torch.testing.assert_close(
+        lockstep.clip_grad_norm_(lockstep.DataParallel(model), 1e9),
+        norm_of(again, model),
+    )
+
+
+def norm_of(again: nn.Module, model: nn.Module) -> Tensor:
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        ours.grad = theirs.grad
+    return lockstep.clip_grad_norm_(lockstep.DataParallel(again), 1e9)
+
+
+def misused(world: World) -> list[str]:
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    pair, copies = groups[world.rank // 2], groups[2 + world.rank % 2]
+    ours = lockstep.expert_parallel(Block(), gradients="mean")
+    pairs = lockstep.expert_parallel(Block(), pair, "mean", replicas=copies)
+    stages = nn.Sequential(*(build(balance="loss") for _ in range(4)))
+    return refused(
+        [
+            lambda: lockstep.DataParallel(ours, process_group=pair),
+            lambda: lockstep.expert_parallel(lockstep.FullyShardedDataParallel(Block(), device=torch.device("cpu"))),
+            lambda: nn.parallel.DistributedDataParallel(pairs),
+            lambda: lockstep.expert_parallel(Block(capacity=1.0), pair, replicas=copies),
+            lambda: lockstep.Pipeline(stages, "1f1b", 2),
+        ]
+    )
+
+
+def test_a_mean_over_ranks_is_that_of_one_process_in_all_wrappers() -> None:
+    on_ranks(averaged, 4)
+
+
+def test_misuse_over_ranks_is_one_line() -> None:
+    for said in on_ranks(misused, 4):
+        assert ["\n" in line for line in said] == [False] * 5
+        for line, words in zip(
+            said,
+            (
+                "are parts of a mean over 4 ranks, and DataParallel averages over 2",
+                "FullyShardedDataParallel has spread the experts of module.mixtures.0 already",
+                "DDP cannot reduce experts over their replicas; wrap the model in lockstep.DataParallel",
+                "the capacity of mixtures.0 does not go with replicas",
+                "the experts of 0 have an auxiliary loss of the whole batch",
+            ),
+            strict=True,
+        ):
+            assert words in line
 
 
 # ---- as an axis -----------------------------------------------------------------------------------------------------
@@ -367,6 +492,8 @@ def test_text_from_experts_over_ranks(tmp_path: Path, capfd: pytest.CaptureFixtu
         ("--parallel.cut-experts --parallel.ep 2 --nproc 2", "parallel.cut_experts cuts experts over the ranks of"),
         ("--parallel.tp 2 --model.expert-width 7 --nproc 2", "parallel.tp 2 does not divide the width of an expert, 7"),
         ("--parallel.tp 4 --parallel.ep 2 --model.heads 4 --nproc 4", "is no multiple of parallel.tp 4"),
+        ("--model.experts 0 --parallel.expert-halves --nproc 2", "parallel.expert_halves is about experts"),
+        ("--parallel.pp 2 --parallel.native pp --parallel.data single --nproc 2", "PyTorch's pipeline pads"),
     ],
 )
 def test_mistakes_are_one_line_before_ranks_start(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,8 @@ def test_a_rank_that_is_stopped_while_saving_is_not_waited_for_for_an_hour(tmp_p
         deadline = time.monotonic() + LONG
         while not (tmp_path / "run" / "checkpoints" / "latest").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        ranks = [c for c in psutil.Process(process.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+        (server,) = [c for c in psutil.Process(process.pid).children() if "forkserver" in " ".join(c.cmdline())]
+        ranks = server.children()
         ranks[1].send_signal(signal.SIGSTOP)
         start = time.monotonic()
         process.communicate(timeout=LONG)

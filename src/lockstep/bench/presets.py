@@ -183,6 +183,7 @@ def text(model: GPT, batch: int, **train: Any) -> Config:
 
 
 GPT_25M = GPT(d_model=512, layers=8, heads=8, context=64, vocabulary=256)
+EXPERTS_14M = replace(GPT_25M, d_model=256, layers=4, context=128, experts=16, active=2, activation="swiglu")
 
 PRESETS = {
     "cnn-sizes": Preset(
@@ -240,6 +241,11 @@ PRESETS = {
         text(GPT_25M, 4, optimizer="adamw", lr=1e-4),
         by_strategy("bucketed", "zero1", "zero2", "zero3", "ddp", "zero1_torch", "fsdp"),
         steps=12,
+    ),
+    "experts": Preset(
+        "experts over ranks: by hand, and natively (FSDP2, DTensors, all_to_all_single), which the others are held to",
+        text(EXPERTS_14M, 16, optimizer="adamw", lr=1e-4),
+        by_strategy("fsdp,ep=2:native", "fsdp,ep=2", "zero3,ep=2", "bucketed,ep=2", "bucketed,ep=2:halves"),
     ),
 }
 

@@ -55,7 +55,7 @@ class BenchTrainArguments(RunArguments):
 
     preset: str | None = None
     """A question by name, instead of --strategies: cnn-sizes, ddp-vs-fsdp, naive-ddp, buckets, hooks-vs-manual,
-    overlap, accumulation, compression or zero-stages."""
+    overlap, accumulation, compression, zero-stages or experts."""
     strategies: tuple[str, ...] = ("ddp", "bucketed", "flat", "overlap", "naive")
     """Names, or all; the first is the one that ratios refer to. An @ names the backend: ddp@gloo bucketed@shm."""
     steps: int | None = None

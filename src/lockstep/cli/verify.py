@@ -37,6 +37,7 @@ class VerifyArguments:
 
     lockstep verify --preset hybrids
     lockstep verify --preset experts
+    lockstep verify --strategies zero1 fsdp,tp=2 --world-size 4 --train.optimizer muon
 
     lockstep verify --strategies bucketed ddp --world-size 3 --steps 50
 
@@ -54,7 +55,8 @@ class VerifyArguments:
     (zero3,tp=2)."""
     preset: str = "standard"
     """standard: every data strategy and every axis at 2 ranks, pairs of axes at 4, three at 8. data: every data
-    strategy at 2 and 4 ranks. hybrids: every axis with every kind of engine, at 2, 4 and 8 ranks."""
+    strategy at 2 and 4 ranks. hybrids: every axis with every kind of engine, at 2, 4 and 8 ranks. experts: blocks with
+    experts. optimizers: Muon."""
     world_size: tuple[int, ...] = ()
     """Numbers of ranks; without --preset and --strategies, of every data strategy. Default: the preset's, or 2 and 4
     for --strategies. Under torchrun: that of torchrun."""
@@ -83,8 +85,12 @@ def main(argv: list[str]) -> int:
     check_ranges(Config(model=arguments.model))
     request = Request([], arguments.steps, arguments.model if user_model else None, arguments.precision)
     request.savers = arguments.savers
-    if arguments.preset == "experts":
-        request.experts = request.only_values = True
+    if flag_value(rest, "--train.optimizer") is not None:
+        request.optimizer = arguments.train.optimizer
+    if arguments.preset == "optimizers":
+        request.optimizer = request.optimizer or "muon"
+    if arguments.preset in ("experts", "optimizers"):
+        request.experts, request.only_values = arguments.preset == "experts", True
         request.steps = arguments.steps if flag_value(rest, "--steps") is not None else 3
     if isinstance(arguments.model, Own):
         request.own = Config(arguments.model, arguments.data, arguments.train)

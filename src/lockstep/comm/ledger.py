@@ -100,7 +100,9 @@ class Entry:
 
     @property
     def cut(self) -> str:
-        """The model axis that it belongs to, or "data": gradients are also reduced over the ranks of cp."""
+        """The model axis that it belongs to, "optimizer", or "data": gradients are reduced over the ranks of cp too."""
+        if self.purpose == "matrices":
+            return "optimizer"
         return self.axis if self.purpose == "activations" or self.axis in ("pp", "tp", "ep") else "data"
 
     @property
@@ -108,7 +110,7 @@ class Entry:
         return wire_factor(self.operation, self.group_size) * self.nbytes
 
 
-MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers", "activations")
+MODEL_PURPOSES = ("gradients", "parameters", "flags", "buffers", "activations", "matrices")
 """Traffic that grows with the model or with the batch."""
 
 STEP_PURPOSES = (*MODEL_PURPOSES, "agreement", "norm", "count")

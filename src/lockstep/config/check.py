@@ -124,7 +124,7 @@ def _shortly(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
-OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw"), ("constant", "cosine", "step")
+OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw", "muon"), ("constant", "cosine", "step")
 
 
 def check_names(config: Config) -> None:

@@ -214,12 +214,14 @@ class Train:
     """Of your own: package.module:function, (outputs, targets) -> their mean. None: cross entropy, or the mean squared
     error where targets are floating-point numbers."""
     optimizer: str = "sgd"
-    """sgd, adam, adamw, or one of your own: package.module:class, as torch.optim:RMSprop."""
+    """sgd, adam, adamw, muon (for the matrices of the blocks, adamw for the rest), or one of your own:
+    package.module:class, as torch.optim:RMSprop."""
     lr: Rate = 0.1
     momentum: Share = 0.9
     """Of sgd."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Of adam and adamw."""
+    """Of adam and adamw, and of what muon does not step itself."""
+    muon_momentum: Share = 0.95
     weight_decay: Rate = 0.0
     schedule: str = "cosine"
     """constant, cosine, step, or one of your own: package.module:function, (step, steps) -> a factor of the rate."""

@@ -17,15 +17,17 @@ parallelism has left.
 Checkpoints, the gradient's norm, `verify` and the account of memory all derive from regions.
 """
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Sizes = tuple[int, ...]
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,16 @@ def held_as(parameter: Tensor, region: Region) -> nn.Parameter:
     mine = nn.Parameter(held, parameter.requires_grad)
     mine.region = region  # type: ignore[attr-defined]
     return mine
+
+
+def copied_with_regions(module: Module, memo: dict[int, Any]) -> Module:
+    """A deep copy, whose parameters keep what has been noted of them: torch copies only a parameter's data."""
+    other = type(module).__new__(type(module))
+    memo[id(module)] = other
+    other.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    for name, parameter in module.named_parameters(recurse=False):
+        other.get_parameter(name).__dict__.update(parameter.__dict__)
+    return other
 
 
 def region_of(tensor: Any) -> Region:

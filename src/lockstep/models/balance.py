@@ -38,6 +38,8 @@ class Tally:
         """Over all micro-batches of the step, where it is known beforehand."""
         self.since_step: Tensor | None = None
         """This rank's load in all training passes since the optimizer's last step."""
+        self.averaged_over = 1
+        """The caller takes the mean of losses over so many ranks, whose parts of the auxiliary loss add up."""
         self.skipped: Tensor | None = None
         """1 on the device where the optimizer does not take the step that it is asked for."""
 
@@ -74,19 +76,21 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     waiting = [m for ref in _biased if (m := ref()) is not None and m.tally.since_step is not None]
     if not waiting:
         return
+    skipped = getattr(optimizer, "found_inf", None)  # of a fused optimizer under a gradient scaler
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for mixture in waiting:
         if any(id(p) in stepped for p in mixture.parameters()):
-            move_bias(mixture)
+            move_bias(mixture, skipped)
 
 
 @torch.no_grad()
-def move_bias(mixture: "MixtureOfExperts") -> None:
-    """Towards an equal load."""
+def move_bias(mixture: "MixtureOfExperts", skipped: Tensor | None = None) -> None:
+    """Towards an equal load; not at all where the optimizer has skipped its step, on the device."""
     tally, bias = mixture.tally, mixture.router.bias
     load, tally.since_step = tally.since_step, None
     if load is None or bias is None:
         return
     load = tally.total(load).double()
     move = mixture.balance_coefficient * torch.sign(load.mean() - load)
-    bias += (move if tally.skipped is None else move * (1 - tally.skipped.to(move))).to(bias)
+    skipped = tally.skipped if skipped is None else skipped
+    bias += (move if skipped is None else move * (1 - skipped.to(move))).to(bias)

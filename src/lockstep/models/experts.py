@@ -21,6 +21,7 @@ takes rows to the ranks of their experts and back, and `tally`, which adds up co
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.errors import UserError
+from lockstep.layout.region import copied_with_regions
 from lockstep.models.autocast import autocast_dtype, no_autocast
 from lockstep.models.balance import Tally, accumulate_load
 from lockstep.models.grouped import Counts, grouped_linear, joined_pair
@@ -64,6 +66,14 @@ class Router(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "Router":
+        """A narrow bias would not move: its steps are smaller than its rounding."""
+        before = self.bias
+        super()._apply(*args, **kwargs)
+        if before is not None and self.bias is not None and self.bias.itemsize < torch.float32.itemsize:
+            self.bias = before.to(self.bias.device)
+        return self
+
     def forward(self, tokens: Tensor) -> Tensor:
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with no_autocast(tokens.device):
@@ -84,6 +94,10 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         for name, std in self.initial_std.items():
             nn.init.normal_(self.get_parameter(name), std=std)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Experts":
+        """Parameters keep their regions."""
+        return copied_with_regions(self, memo)
 
     def forward(self, rows: Tensor, counts: Counts) -> Tensor:
         """Rows lie expert by expert."""
@@ -209,7 +223,7 @@ class MixtureOfExperts(nn.Module):
         counts = every[0].counts if self.parts == 1 else torch.stack([choices.counts for choices in every]).sum(0)
         counted = counts if self.counted else torch.zeros_like(counts)
         tallied = self.tally.begin(counted, self.needs_load, needs_earlier=self.capacity is not None)
-        if self.training:
+        if self.training or not self.counted:  # a filler passes in evaluation mode; its rank has a load all the same
             accumulate_load(self, counted)
         if self.capacity is not None:
             (choices,) = every
@@ -223,11 +237,15 @@ class MixtureOfExperts(nn.Module):
         y = self.leave(parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.shape)
         self.load = tallied.load
         if self.capacity is not None:
-            self.dropped = counts.sum() - every[0].counts.sum()
+            self.dropped = (counts.sum() - every[0].counts.sum()) * self.counted
         if self.training and not backward_is_running():
             self.tally.passed(counted, self.dropped)
         self.auxiliary_loss = self.loss_of_balance(routes)
         return self.attach(y, self.auxiliary_loss)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To copy or pickle it: without the graph of the last auxiliary loss."""
+        return {**self.__dict__, "auxiliary_loss": self.auxiliary_loss.detach()}
 
     @property
     def needs_load(self) -> bool:
@@ -251,10 +269,13 @@ class MixtureOfExperts(nn.Module):
         return (self.capacity * load.sum() / len(load)).ceil()
 
     def loss_of_balance(self, routes: Routes) -> Tensor:
-        """This rank's part of the auxiliary loss: the parts of all ranks add up to that of one process."""
+        """This rank's part of the auxiliary loss: the parts of all ranks add up to that of one process, or their mean
+        is that.
+        """
         loss = torch.zeros((), dtype=routes.shares.dtype, device=routes.shares.device)
         if not self.counted or not self.needs_load:
             return loss
+        times = self.tally.averaged_over
         load = (self.load if self.tally.load_of_step is None else self.tally.load_of_step).to(loss)
         tokens = (load.sum() / self.active).clamp(min=1)
         if self.balance == "loss":
@@ -263,7 +284,7 @@ class MixtureOfExperts(nn.Module):
             loss = self.balance_coefficient * len(load) * (share_of_choices * mean_share).sum()
         if self.z_loss:
             loss = loss + self.z_loss * routes.logits.logsumexp(-1).square().sum() / tokens
-        return loss
+        return loss if times == 1 else loss * times
 
 
 def mixtures_in(module: nn.Module) -> dict[str, MixtureOfExperts]:
@@ -392,10 +413,14 @@ def check_choices(scoring: str, balance: str, coefficient: float, z_loss: float,
         if word not in words:
             raise UserError(f"{name} is {word!r}, but it must be one of {', '.join(words)}")
     for name, number in (("balance_coefficient", coefficient), ("z_loss", z_loss)):
-        if not number >= 0:
-            raise UserError(f"{name} is {number}, but it must be 0 or more")
-    if capacity is not None and not capacity > 0:
+        if not is_number(number) or not 0 <= number < inf:
+            raise UserError(f"{name} is {number!r}, but it must be a number, 0 or more")
+    if capacity is not None and not (is_number(capacity) and 0 < capacity < inf):
         raise UserError(
-            f"capacity is {capacity}, but it must be more than 0 (1.25: a quarter more than an equal share), or None, "
-            f"which drops nothing"
+            f"capacity is {capacity!r}, but it must be a number above 0 (1.25: a quarter more than an equal share), or "
+            f"None, which drops nothing"
         )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,8 +1,9 @@
-"""The mechanisms by hand, a folder each: data, zero, tensor, pipeline, context, experts. Usable in a user's own loop.
+"""The mechanisms by hand, a folder each: data, zero, tensor, pipeline, context, experts, optimizer. Usable in a user's
+own loop.
 
 Begin with `data/data_parallel.py`, `zero/fully_sharded.py`, `tensor/parallel_linear.py`, `pipeline/schedule.py`,
-`context/context_parallel.py` and `experts/expert_parallel.py`. `gradient_norm.py`, `holding.py` and `guards.py` serve
-all of them.
+`context/context_parallel.py`, `experts/expert_parallel.py` and `optimizer/muon.py`. `gradient_norm.py`, `holding.py`
+and `guards.py` serve all of them.
 """
 
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.data.local_sgd import LocalSGD
     from lockstep.parallel.experts.expert_parallel import expert_parallel
     from lockstep.parallel.gradient_norm import clip_grad_norm_
+    from lockstep.parallel.optimizer.muon import Muon
     from lockstep.parallel.pipeline.pipeline import Pipeline
     from lockstep.parallel.pipeline.schedule import pipeline_schedule
     from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -34,6 +36,7 @@ __all__ = [
     "DataParallel",
     "FullyShardedDataParallel",
     "LocalSGD",
+    "Muon",
     "Pipeline",
     "RowParallelLinear",
     "ShardedDataParallel",
@@ -55,6 +58,7 @@ _HOMES = {
     "DataParallel": "lockstep.parallel.data.data_parallel",
     "FullyShardedDataParallel": "lockstep.parallel.zero.fully_sharded",
     "LocalSGD": "lockstep.parallel.data.local_sgd",
+    "Muon": "lockstep.parallel.optimizer.muon",
     "Pipeline": "lockstep.parallel.pipeline.pipeline",
     "RowParallelLinear": "lockstep.parallel.tensor.parallel_linear",
     "ShardedDataParallel": "lockstep.parallel.zero.sharded_data_parallel",

@@ -12,13 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import UserError
+from lockstep.layout.group import ALONE, replicas_of
 
 WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 """Their update of an element depends on other elements."""
+EXPERT_PARALLEL = "expert_parallel"
+"""Has spread experts: a rank holds some, in full."""
+
+
+def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Ours puts together what ranks hold of a tensor."""
+    return type(optimizer).__name__ in WHOLE_TENSOR_OPTIMIZERS and not getattr(optimizer, "takes_pieces", False)
 
 
 def mark_spread(parameters: Iterable[nn.Parameter], by: str | nn.Module, pieces: bool = False) -> None:
@@ -76,11 +85,32 @@ def _guard_torch() -> None:
     value = _refusing("clip_grad_value_", clip_grad.clip_grad_value_)
     clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = value
     register_optimizer_step_pre_hook(_check_optimizer)
+    DistributedDataParallel.__init__ = _leaving_experts(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+
+
+def _leaving_experts(init: Callable[..., None]) -> Callable[..., None]:
+    """DDP's, to which experts of different ranks look like copies of the same: it would broadcast and average them."""
+
+    @wraps(init)
+    def guarded(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        experts = {
+            n for n, p in module.named_parameters() if getattr(p, "spread_by", None) == EXPERT_PARALLEL
+        } - ignored
+        if any(replicas_of(p, ALONE).size > 1 for n, p in module.named_parameters() if n in experts):
+            raise UserError(
+                "DDP cannot reduce experts over their replicas; wrap the model in lockstep.DataParallel, which does"
+            )
+        if experts:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored | experts)
+        init(self, module, *args, **kwargs)
+
+    return guarded
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Runs before the step of every optimizer in the process."""
-    if type(optimizer).__name__ not in WHOLE_TENSOR_OPTIMIZERS:
+    if not needs_whole_tensors(optimizer):
         return
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if getattr(parameter, "is_piece", False):

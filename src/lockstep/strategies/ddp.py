@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,10 @@ class DDP(Engine):
     def wrap(self, stage: nn.Module) -> None:
         self.model = self.module = stage
         self._experts: list[nn.Parameter] = []
-        """That are spread over ranks: DDP does not know of them."""
+        """That are spread over ranks: DDP does not know of them. In the order in which all ranks reduce them, whatever
+        order their gradients become ready in.
+        """
+        self._ready: set[Tensor] = set()
         self._reducing: dict[Tensor, Pending] = {}
         self._is_last = False
         self.group: GroupOfDDP | None = None
@@ -56,7 +58,7 @@ class DDP(Engine):
             return
         experts = {name: p for name, p in stage.named_parameters() if copies_of(p) is not None}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, set(experts))
-        self._experts = [p for p in experts.values() if p.requires_grad]
+        self._experts = [p for p in experts.values() if p.requires_grad][::-1]
         for parameter in self._experts:
             parameter.register_post_accumulate_grad_hook(self._expert_ready)
         # Without buffers, DDP broadcasts only once: rank 0's order of buckets, after the first step.
@@ -75,10 +77,13 @@ class DDP(Engine):
     def _expert_ready(self, parameter: Tensor) -> None:
         """In the last micro-batch; in a pipeline, when all passes are over."""
         if self._is_last and self.layout.degrees.pp == 1:
-            self._reduce_expert(parameter)
+            self._ready.add(parameter)
+            self._reduce_experts(self._ready)
 
-    def _reduce_expert(self, parameter: Any) -> None:
-        if parameter not in self._reducing:
+    def _reduce_experts(self, ready: Collection[Tensor]) -> None:
+        for parameter in self._experts[len(self._reducing) :]:
+            if parameter not in ready:
+                break
             gradient, replicas = gradient_or_zeros(parameter), replicas_of(parameter, self.layout.gradient)
             self._reducing[parameter] = all_reduce_mean_async(gradient, replicas, purpose="gradients")
 
@@ -117,8 +122,8 @@ class DDP(Engine):
     def finish_gradients(self) -> None:
         if self.group is not None:
             self.group.waits_until_now(self.layout.world.device)
-        for parameter in self._experts:
-            self._reduce_expert(parameter)
+        self._reduce_experts(set(self._experts))
         for pending in self._reducing.values():
             pending.wait()
         self._reducing.clear()
+        self._ready.clear()

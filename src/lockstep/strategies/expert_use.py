@@ -38,7 +38,7 @@ class ExpertUse:
 def read_use(balance: Balance) -> ExpertUse:
     """All ranks must ask together."""
     mine = {name: ranks.taken_since() for name, ranks in balance.tallies()}
-    losses = [loss.double().cpu() for loss in balance.losses]
+    losses = [torch.zeros(()).double() if loss is None else loss.double().cpu() for loss in balance.losses]
     balance.losses.clear()
     found = ExpertUse({}, 0, 0.0)
     dropped = loss = 0.0
@@ -48,6 +48,13 @@ def read_use(balance: Balance) -> ExpertUse:
             found.load[name] = [sum(pair) for pair in zip_longest(found.load.get(name, []), load, fillvalue=0)]
             dropped += their_dropped
         loss += their_loss
-    found.load = {name: [choices // balance.copies for choices in load] for name, load in sorted(found.load.items())}
+    found.load = {
+        name: [choices // balance.copies for choices in load] for name, load in sorted(found.load.items(), key=place)
+    }
     found.dropped, found.auxiliary_loss = round(dropped / balance.copies), loss / balance.copies
     return found
+
+
+def place(named: tuple[str, list[int]]) -> list[tuple[int, str]]:
+    """Blocks by their numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in named[0].split(".")]

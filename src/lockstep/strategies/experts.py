@@ -53,7 +53,7 @@ def cut_experts(stage: nn.Module, layout: Any, parallel: Parallel) -> set[nn.Mod
             apart.add(mixture.router)
             width = width_of(mixture, tp)
             cut_along_width(mixture, tp, parallel.sequence)
-        ranks = ExpertRanks(group, tallied, group.size // (tp.size if over_tp else 1))
+        ranks = ExpertRanks(group, (tallied,), group.size // (tp.size if over_tp else 1))
         if "ep" in parallel.native and isinstance(layout, Layout):
             spread_by_dtensor(mixture, layout, ranks)
         else:
@@ -76,10 +76,10 @@ class Balance:
         """`needs_load`: of a mixture of any stage."""
         self.named = mixtures_in(stage)
         self.layout, self.mixtures, self.needs_load = layout, list(self.named.values()), needs_load
-        self.weight = torch.zeros(())
+        self.weight: Tensor | float = 0.0
         """Of the auxiliary losses, relative to a loss of which the ranks take the mean."""
-        self.losses: deque[Tensor] = deque(maxlen=REMEMBERED)
-        """This rank's part of the auxiliary losses: of this step, and of those before it."""
+        self.losses: deque[Tensor | None] = deque(maxlen=REMEMBERED)
+        """This rank's part of the auxiliary losses: of this step, and of those before it; None: there was none."""
         self.copies = 1 if folds_tp(parallel) else layout.degrees.tp
         """Ranks that have the same part."""
         for mixture in self.mixtures:
@@ -90,17 +90,18 @@ class Balance:
         if not loss.requires_grad:
             return y
         if not backward_is_running():  # else it is recomputed
-            self.losses[-1] = self.losses[-1].to(loss) + loss.detach()
+            before = self.losses[-1]
+            self.losses[-1] = loss.detach() if before is None else before + loss.detach()
         attached: Tensor = _Attach.apply(y, loss, self)
         return attached
 
     def begin(self, weight: Tensor | float) -> None:
         """A new step."""
-        self.weight = torch.as_tensor(weight)
-        self.losses.append(torch.zeros(()))
+        self.weight = weight
+        self.losses.append(None)
         for _, ranks in self.tallies():
             ranks.load_of_step = ranks.since_step = ranks.skipped = None
-            ranks.tables.clear()
+            ranks.tables = []
 
     def tallies(self) -> Iterator[tuple[str, ExpertRanks]]:
         """By the names of the mixtures."""
@@ -135,7 +136,8 @@ class Balance:
             return add
 
         hooks = [mixture.register_forward_hook(note(mixture)) for mixture in self.mixtures]
-        with torch.random.fork_rng():  # what is dropped here is dropped again in the step
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):  # what is dropped here is dropped again in the step
             for _ in passes:
                 pass
         for hook in hooks:
@@ -160,7 +162,10 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, ctx.balance.weight.to(ctx.like), None
+        weight = ctx.balance.weight
+        if isinstance(weight, Tensor) and weight.device == ctx.like.device:
+            return gradient, weight.to(ctx.like), None
+        return gradient, ctx.like.new_full((), float(weight)), None  # a number of the host: it waits for nothing
 
 
 # ---- what it sends ---------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def expert_traffic(balance: Balance, micro_batches: int, recomputes: bool, compu
         ranks = mixture.tally
         assert isinstance(ranks, ExpertRanks)
         row = mixture.d_model * (compute or mixture.experts.gate.dtype).itemsize
-        for table in ranks.tables:
+        for table in ranks.tables or ():
             sent, received = law.rows_of_others(table, ranks.group.rank)
             total += law.exchanged(sent, received, row, repeated)
     return total
@@ -214,13 +219,19 @@ def check_expert_axis(model: nn.Module, parallel: Parallel, micro_batches: int, 
     """Refuse what cannot be cut, with what would work. `who`: the engines that take experts."""
     mixtures = mixtures_in(model)
     if not mixtures:
-        for name, chosen in (("ep", parallel.ep > 1), ("cut_experts", parallel.cut_experts)):
+        asked = (("ep", parallel.ep > 1), ("cut_experts", parallel.cut_experts))
+        for name, chosen in (*asked, ("expert_halves", parallel.expert_halves)):
             if chosen:
                 raise UserError(
                     f"parallel.{name} is about experts, and {type(model).__name__} has none; set model.experts, or "
                     f"leave it out"
                 )
         return
+    if "pp" in parallel.native:
+        raise UserError(
+            "PyTorch's pipeline pads micro-batches, and routers would take the padding for tokens; leave pp out of "
+            "parallel.native"
+        )
     if not takes_experts:
         raise UserError(f"the model has experts, and parallel.data {parallel.data} does not take them; use {who}")
     for mixture in mixtures.values():

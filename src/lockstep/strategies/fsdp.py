@@ -241,6 +241,8 @@ class FSDP(Engine):
         stage.to_empty(device="cpu" if self.parallel.offload == "cpu" else self.layout.world.device)
         for name, parameter in stage.named_parameters():
             vars(parameter).update(marks.get(name, {}))  # a DTensor gets memory as another tensor
+            if copies_of(parameter) == 1:  # FSDP2 does not take it to the device
+                parameter.data = parameter.data.to(self.layout.world.device)
         for name, first in tied.items():
             if name != first:
                 home, _, leaf = name.rpartition(".")

@@ -57,8 +57,8 @@ class NativeExchange:
         sent, received = torch.stack((given.view(n, -1).sum(1), table.sum(1))).tolist()
         arrived = all_to_all_single_autograd(mine, received, sent, self.group)
         held = table.shape[1]
-        numbers = torch.arange(held, device=mine.device).repeat(n).repeat_interleave(table.flatten())
-        order = numbers.argsort(stable=True)
+        numbers = torch.arange(held, device=mine.device).repeat(n)
+        order = numbers.repeat_interleave(table.flatten(), output_size=sum(received)).argsort(stable=True)
         results = self._of_local(experts, arrived[order], Counts(table.sum(0)))
         returned = all_to_all_single_autograd(results[inverse_of(order)], sent, received, self.group)
         return [_Arrived.apply(returned)]

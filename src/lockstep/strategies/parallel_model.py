@@ -135,7 +135,8 @@ class ParallelModel:
     def evaluate(self, batch: Batch) -> Tensor:
         """[sum of losses, correct, count] of this rank's share of a test batch."""
         batch = self.worker.local_positions(batch.to(self.world.device, self.options.dtype))
-        with self.worker.precision(), only_compiled_graphs(self.options):
+        counted = self.worker.balance.uncounted(batch.filler)
+        with self.worker.precision(), only_compiled_graphs(self.options), counted:
             outputs = self.worker.predict(batch.inputs)
         if outputs is None:  # another stage has them
             return torch.zeros(3, dtype=torch.float64, device=self.world.device)

@@ -18,8 +18,10 @@ from lockstep.layout import Group, Layout, World
 from lockstep.models import parameter_count
 from lockstep.models.blocks import blocks_of
 from lockstep.models.initial import Deferred
+from lockstep.models.matrices import matrices_in
 from lockstep.models.recompute import recompute
 from lockstep.parallel.data.wrapper import check_same_model, models_are_equal
+from lockstep.parallel.optimizer.muon import Muon
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.strategies.compiling import compile_blocks, compile_model
 from lockstep.strategies.cutting import cut_model
@@ -64,7 +66,7 @@ def _spread(
     tensors: Iterator[tuple[str, Tensor]] | None,
 ) -> ParallelModel:
     """`tensors`: the weights of a model on the meta device, one at a time."""
-    parameters = parameter_count(model)
+    parameters, matrices = parameter_count(model), matrices_in(model)
     parallel = options.parallel
     place = None if tensors is not None else layout.world.device
     model, cut, is_placed = cut_model(model, layout, options, place)
@@ -80,6 +82,8 @@ def _spread(
     engine.wrap(model)
     if tensors is not None:
         fill(engine, of_first_rank(tensors, layout.norm, layout.world.device))
+    if isinstance(engine.local_optimizer, Muon):
+        engine.local_optimizer.assign_held(engine.trained(), matrices, layout.norm)
     return ParallelModel(engine, parameters, cut)
 
 

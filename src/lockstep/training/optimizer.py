@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.config import Train
 from lockstep.config.user_code import called, imported, is_import, only_taken, where_and_what
 from lockstep.errors import UserError
+from lockstep.parallel.optimizer.muon import Muon
 
 
 def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -19,6 +20,8 @@ def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.o
         return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
     if is_import(train.optimizer):
         return user_optimizer(train, parameters)
+    if train.optimizer == "muon":
+        return Muon(parameters, train.lr, train.betas, weight_decay=train.weight_decay, momentum=train.muon_momentum)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
     fused = should_fuse(parameters) or None  # None: PyTorch's own default
     return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)

@@ -71,6 +71,19 @@ EXPERTS: Matrix = {
 }
 """Experts beside everything else; without ep every rank has all of them."""
 
+OPTIMIZERS: Matrix = {
+    2: [
+        *("naive", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"),
+        *("single,tp=2", "single,tp=2:sequence", "bucketed,cp=2", "single,pp=2:1f1b", "bucketed,ep=2", "zero3,ep=2"),
+    ],
+    4: [
+        *("zero1", "zero3", "fsdp", "fsdp+HYBRID_SHARD", "bucketed,tp=2", "zero1,tp=2", "zero3,tp=2:sequence"),
+        *("fsdp,tp=2:native", "zero2,pp=2:zb-h1", "zero1,ep=2", "zero1,tp=2,ep=2:cut"),
+    ],
+    8: ["zero1,pp=2:1f1b,tp=2"],
+}
+"""Ranks that hold all of a matrix, some of it, some matrices of a stack."""
+
 PRESETS: dict[str, tuple[str, Callable[[], Matrix]]] = {
     "standard": (
         "every data strategy and every axis at 2 ranks, pairs of axes at 4, three axes at 8",
@@ -86,6 +99,10 @@ PRESETS: dict[str, tuple[str, Callable[[], Matrix]]] = {
         lambda: HYBRIDS,
     ),
     "experts": ("blocks with experts under every engine, beside every axis, at 2, 4 and 8 ranks", lambda: EXPERTS),
+    "optimizers": (
+        "Muon, which needs whole matrices, under every engine and axis, at 2, 4 and 8 ranks",
+        lambda: OPTIMIZERS,
+    ),
 }
 
 

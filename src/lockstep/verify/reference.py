@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from lockstep.config.user_code import imported
 from lockstep.data import IGNORED, Batch, called_with
-from lockstep.layout import World
+from lockstep.layout import ALONE, World
 from lockstep.models.experts import mixtures_in
 from lockstep.models.loss import class_last, logits_of
+from lockstep.models.matrices import matrices_in
+from lockstep.parallel.holding import held_in
+from lockstep.parallel.optimizer.muon import Muon
 from lockstep.training.optimizer import optimizer_factory
 from lockstep.verify.activations import Activations
 from lockstep.verify.scenarios import Scenario
@@ -68,6 +71,8 @@ class Reference:
     def _restart(self) -> None:
         self._model = self.scenario.build(seed=0).to(self.world.device, self.dtype)
         self._optimizer = self.make_optimizer(p for p in self._model.parameters() if p.requires_grad)
+        if isinstance(self._optimizer, Muon):
+            self._optimizer.assign_held(held_in(self._model), matrices_in(self._model), ALONE)
 
     def learning_rate(self, step: int) -> float:
         """Another one at each step: a rate that does not reach the optimizer shows."""

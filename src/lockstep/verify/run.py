@@ -98,6 +98,8 @@ class Request:
     """Verify with this config's model, data and loss, where they are the user's own."""
     experts: bool = False
     """Verify with models that have experts; strategies with ep always are."""
+    optimizer: str | None = None
+    """None: SGD in float32 and where a law is linear, AdamW elsewhere."""
     only_values: bool = False
     """Equality and traffic only; nothing of the order, memory, loops, dropout and resuming."""
 
@@ -310,7 +312,7 @@ class Proofs:
         law = self.table[parallel.data].facts(parallel).law
         linear = law is not None and law.linear_only
         precision = self.table[parallel.data].verified_in or self.request.precision
-        optimizer = "sgd" if linear or precision == "fp32" else "adamw"
+        optimizer = self.request.optimizer or ("sgd" if linear or precision == "fp32" else "adamw")
         if linear:
             scenario = replace(scenario, clip_norm=None)
         key = (repr(scenario), "linear" if linear else precision)

@@ -234,7 +234,7 @@ def expert_scenarios(parts: int = 1, adapted: bool = True) -> list[Scenario]:
     return [
         Scenario("experts", plain, (8,)),
         Scenario("uneven experts", shared, (13, 6, 1), accumulation=3, clip_norm=0.1, padding=True),
-        Scenario("biased experts", biased, (8,), accumulation=2, recompute="full"),
+        Scenario("biased experts", biased, (8, 1), accumulation=2, recompute="full"),
         *([adapters] if adapted else []),
     ]
 

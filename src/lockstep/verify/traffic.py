@@ -5,6 +5,7 @@ import torch
 from lockstep.comm.ledger import Ledger
 from lockstep.data import Batch
 from lockstep.parallel.law import Sent
+from lockstep.parallel.optimizer.muon import Muon
 from lockstep.strategies import ParallelModel
 from lockstep.strategies.experts import expert_traffic
 from lockstep.strategies.pipeline import micro_batches_of
@@ -29,6 +30,9 @@ def check_traffic(
     elif parallel.ep > 1:
         count = micro_batches_of(parallel, options.accumulation) if layout.degrees.pp > 1 else options.accumulation
         laws["ep"] = expert_traffic(strategy.worker.balance, count, options.recompute != "none", compute)
+    optimizer = strategy.engine.local_optimizer
+    if isinstance(optimizer, Muon):
+        laws["optimizer"] = optimizer.traffic()
     broken = []
     for axis, theory in laws.items():
         sent = strategy.ledger.traffic(axis)

@@ -27,6 +27,7 @@ from lockstep.layout.group import Group, GroupLike, group_of, replicas_of
 from lockstep.layout.region import local
 from lockstep.models.experts import mixtures_in
 from lockstep.models.recompute import backward_is_running, when_backward_is_over
+from lockstep.parallel.experts.tally import tally_over
 from lockstep.parallel.holding import Holder
 
 
@@ -39,6 +40,7 @@ class GradientWrapper(nn.Module, Holder, ABC):
     def __init__(self, module: nn.Module, group: Group, manual: bool = False) -> None:
         super().__init__()
         check_experts_are_averaged(module, group, type(self).__name__)
+        tally_over(module, group)
         self.module, self.group, self.manual = module, group, manual
         self._synchronizing = True
         self._round_is_open = False
@@ -215,6 +217,12 @@ def check_experts_are_averaged(module: nn.Module, group: Group, wrapper: str) ->
             raise UserError(
                 f"the gradients of {name or 'the'} experts are sums over the ranks, and {wrapper} averages; spread "
                 f'them by lockstep.expert_parallel(module, gradients="mean")'
+            )
+        if mixture.tally.averaged_over not in (1, group.size):
+            raise UserError(
+                f"the gradients of {name or 'the'} experts are parts of a mean over {mixture.tally.averaged_over} "
+                f"ranks, and {wrapper} averages over {group.size}; give both the same ranks: "
+                f"lockstep.expert_parallel(module, group, replicas=those with the same experts)"
             )
 
 

@@ -10,7 +10,7 @@ How the communication goes, for each mixture of experts, in a forward pass:
 5. the opposite all-to-all brings the results back (`combine`)
 
 Backward sends the gradients of the results to the experts, and those of the rows back: two all-to-alls more. A rank
-without tokens, and an expert that nobody takes, take part in all of it with nothing.
+without tokens, and an expert that no token takes, take part in all of it with nothing.
 
 Which gradients are sums. The ranks' losses, and their auxiliary losses, add up to those of one process; so do the
 gradients of what every rank holds (router, shared experts), which the caller reduces as those of the rest of the model.
@@ -25,18 +25,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import all_gather_async, all_reduce, all_reduce_async
+from lockstep.comm.collectives import all_gather_async
 from lockstep.errors import UserError
 from lockstep.layout.group import ALONE, Group, GroupLike, group_of
 from lockstep.layout.region import Box, Region, held_as
-from lockstep.models.balance import Tallied, Tally
-from lockstep.models.experts import NO_CHOICE, Experts, MixtureOfExperts, mixtures_in, on_this_rank
+from lockstep.models.experts import Experts, MixtureOfExperts, mixtures_in, on_this_rank
 from lockstep.models.recompute import backward_is_running
 from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
-from lockstep.parallel.experts.journey import Visit
 from lockstep.parallel.experts.law import Table
 from lockstep.parallel.experts.over_tensor import share_tokens
-from lockstep.parallel.guards import mark_spread
+from lockstep.parallel.experts.tally import RanksTally
+from lockstep.parallel.experts.token_exchange import TokenExchange
+from lockstep.parallel.guards import EXPERT_PARALLEL, mark_spread, spread_by
 
 
 def expert_parallel(
@@ -44,6 +44,7 @@ def expert_parallel(
     process_group: GroupLike = None,
     gradients: Literal["sum", "mean"] = "sum",
     same_tokens: bool = False,
+    replicas: GroupLike = None,
 ) -> nn.Module:
     """Spread the experts of every mixture in `module`, which every rank holds in full, over the group, in place.
 
@@ -53,11 +54,15 @@ def expert_parallel(
         loss.backward()  # experts have their gradients; those of the router are to be summed over the ranks
 
     All ranks start from the first rank's weights. Names stay; `experts.gate`, `up` and `down` have E/n experts.
-    `gradients`: "mean" where the other gradients are averaged over the ranks, as DDP and the wrappers of ours do.
-    `same_tokens`: all ranks have the same tokens, as under tensor parallelism: each routes its part of them, and all
-    gradients are those of the whole.
+    `gradients`: "mean" where losses and gradients are averaged over the ranks, as DDP and the wrappers of ours do; the
+    auxiliary loss is made for that mean too. `same_tokens`: all ranks have the same tokens, as under tensor
+    parallelism: each routes its part of them, and all gradients are those of the whole. `replicas`: the ranks that get
+    the same experts as this one, where groups of ranks share the experts each; the wrappers of ours reduce over them.
+    FSDP2 is to leave experts alone: `fully_shard(module, ignored_params=...)`.
     """
-    group = group_of(process_group, "ep")
+    group, copies = group_of(process_group, "ep"), ALONE if replicas is None else group_of(replicas, "replicas")
+    if not isinstance(module, nn.Module):
+        raise UserError(f"expert_parallel takes a module, not a {type(module).__name__}; call it for each of several")
     if gradients not in ("sum", "mean"):
         raise UserError(f"gradients is {gradients!r}, but it must be sum or mean")
     mixtures = mixtures_in(module)
@@ -68,22 +73,38 @@ def expert_parallel(
         )
     for name, mixture in mixtures.items():
         check_experts(mixture, group.size, name)
+        check_replicas(mixture, copies, same_tokens, name)
     if all(p.device.type != "meta" for p in module.parameters()):
-        check_same_model(module, group)
-        broadcast_module(module, group)
+        for joined in (copies, group):
+            check_same_model(module, joined)
+            broadcast_module(module, joined)
+    takes_mean = gradients == "mean" and not same_tokens
     for mixture in mixtures.values():
-        averaged = group.size if gradients == "mean" and not same_tokens else 1
-        ranks = ExpertRanks(group, group, averaged, always_tallies=True)
+        tallied = tuple(joined for joined in (group, copies) if joined.size > 1) or (ALONE,)
+        ranks = ExpertRanks(group, tallied, group.size if takes_mean else 1, always_tallies=True)
+        ranks.averaged_over = group.size * copies.size if takes_mean else 1
         ranks.sums_gradients = gradients == "sum" and group.size > 1 and not same_tokens
         if same_tokens and group.size > 1:
             share_tokens(mixture, group, sequence=False)
-        spread_experts(mixture, ranks)
+        spread_experts(mixture, ranks, copies)
     return module
+
+
+def check_replicas(mixture: MixtureOfExperts, copies: Group, same_tokens: bool, name: str) -> None:
+    """Refuse what `replicas` does not go with."""
+    where = f" of {name}" if name else ""
+    for what, chosen in (("same_tokens", same_tokens), (f"the capacity{where}", mixture.capacity is not None)):
+        if chosen and copies.size > 1:
+            raise UserError(f"{what} does not go with replicas: the order of tokens over both groups is not known")
 
 
 def check_experts(mixture: MixtureOfExperts, ranks: int, name: str = "") -> None:
     """Refuse a number of ranks that does not divide the experts, and experts that are cut already."""
     where, count = f" of {name}" if name else "", len(mixture.router.weight)
+    if (wrapper := spread_by(mixture.parameters())) is not None and not isinstance(mixture.exchange, ExpertRanks):
+        raise UserError(
+            f"{wrapper} has spread the experts{where} already; call expert_parallel before you wrap the model"
+        )
     if isinstance(mixture.exchange, ExpertRanks):
         raise UserError(f"the experts{where} have been spread over {mixture.exchange.group.size} ranks already")
     if count % ranks:
@@ -119,109 +140,61 @@ def spread_experts(
         if group.size > 1:
             kept.replicas = replicas  # type: ignore[attr-defined]
     if is_cut:
-        mark_spread(experts.parameters(), "expert_parallel")
+        mark_spread(experts.parameters(), EXPERT_PARALLEL)
     mixture.exchange = mixture.tally = ranks
 
 
-class ExpertRanks(Tally):
+class ExpertRanks(RanksTally):
     """The ranks that share experts: counts choices over them, and takes rows to their experts and back."""
 
-    def __init__(self, group: Group, tallied: Group, averaged: int = 1, always_tallies: bool = False) -> None:
+    def __init__(
+        self, group: Group, tallied: tuple[Group, ...], averaged: int = 1, always_tallies: bool = False
+    ) -> None:
         """`tallied`: all ranks whose tokens are balanced together: those of `group`, and perhaps more.
 
-        `averaged`: by how much gradients of experts are divided. `always_tallies`: also where the load is only for the
-        caller to see.
+        `averaged`: by how much gradients of experts are divided.
         """
-        super().__init__()
-        self.group, self.tallied, self.averaged, self.always_tallies = group, tallied, averaged, always_tallies
+        super().__init__(tallied, always_tallies)
+        self.group, self.averaged = group, averaged
+        self.replicas = ALONE
+        """The ranks that hold the same experts, if the caller has said so."""
         self.sums_gradients = False
         """The caller adds up gradients, and an engine that averages them must not."""
-        self.taken: Tensor | None = None
-        """This rank's choices of each expert in training, until they are read."""
-        self.dropped = NO_CHOICE
-        """Of them, by capacity."""
-        self.tables: list[Table] = []
-        """How many rows each rank had for each expert, in the training passes since they were last forgotten."""
+        self.tables: list[Table] | None = None
+        """How many rows each rank had for each expert in the training passes of a step, where someone keeps that."""
 
     def __deepcopy__(self, _: object) -> "ExpertRanks":
         """A copy of a mixture communicates with the same ranks, and has counts of its own."""
-        other = ExpertRanks(self.group, self.tallied, self.averaged, self.always_tallies)
-        other.sums_gradients = self.sums_gradients
+        other = ExpertRanks(self.group, self.groups, self.averaged, self.always_tallies)
+        other.sums_gradients, other.replicas = self.sums_gradients, self.replicas
+        other.averaged_over = self.averaged_over
         return other
-
-    def begin(self, counts: Tensor, needs_load: bool, needs_earlier: bool) -> Tallied:
-        if needs_earlier:
-            return TalliedByRank(counts, self.tallied)
-        return TalliedOver(counts, self.tallied) if needs_load or self.always_tallies else Tallied(counts)
-
-    def passed(self, counts: Tensor, dropped: Tensor) -> None:
-        if torch.is_grad_enabled():
-            self.taken = counts.clone() if self.taken is None else self.taken + counts
-            self.dropped = dropped + self.dropped
-
-    def taken_since(self) -> tuple[list[int], int]:
-        """(this rank's choices of each expert in training since this was last asked, how many of them were dropped)."""
-        taken, dropped = self.taken, int(self.dropped)
-        self.taken, self.dropped = None, NO_CHOICE
-        return ([] if taken is None else taken.tolist()), dropped
-
-    def total(self, counts: Tensor) -> Tensor:
-        return all_reduce(counts.clone(), group=self.tallied, purpose="count")
 
     def __call__(
         self, experts: Experts, rows: list[Tensor], counts: list[Tensor], meanwhile: Callable[[], None]
     ) -> list[Tensor]:
         if self.group.size == 1:
             return on_this_rank(experts, rows, counts, meanwhile)
-        visits = self.visits(counts)
-        there = [visit.dispatch() for visit in visits]
-        back = [visit.combine() for visit in visits]
-        arriving = [journey.issue(part) for journey, part in zip(there, rows, strict=True)]
+        exchanges = self.exchanges(counts)
+        dispatches = [exchange.dispatch() for exchange in exchanges]
+        combines = [exchange.combine() for exchange in exchanges]
+        arriving = [dispatch.issue(part) for dispatch, part in zip(dispatches, rows, strict=True)]
         meanwhile()
         returning = []
-        for visit, journey, part, home in zip(visits, there, arriving, back, strict=True):
-            returning.append(home.issue(visit.results(experts, journey.wait(part))))
-        return [home.wait(part) for home, part in zip(back, returning, strict=True)]
+        for exchange, dispatch, combine, part in zip(exchanges, dispatches, combines, arriving, strict=True):
+            returning.append(combine.issue(exchange.results(experts, dispatch.wait(part))))
+        return [combine.wait(part) for combine, part in zip(combines, returning, strict=True)]
 
-    def visits(self, counts: list[Tensor]) -> list[Visit]:
+    def exchanges(self, counts: list[Tensor]) -> list[TokenExchange]:
         """The one place where the host waits for the device: a rank must know how much it will receive."""
         tables, pending = all_gather_async(torch.stack(counts), self.group, purpose="count")
         pending.wait()
-        by_part = tables.transpose(0, 1).tolist()  # part -> rank -> expert
-        if torch.is_grad_enabled() and not backward_is_running():
-            self.tables += by_part
-        names = [""] if len(by_part) == 1 else [f" {i}" for i in range(len(by_part))]
-        device = counts[0].device
-        return [Visit(table, self.group, device, self.averaged, n) for table, n in zip(by_part, names, strict=True)]
-
-
-class TalliedOver(Tallied):
-    """Counts summed over ranks, in flight until they are read."""
-
-    def __init__(self, counts: Tensor, group: Group) -> None:
-        super().__init__(counts.clone())
-        self._pending = all_reduce_async(self.counts, group=group, purpose="count")
-
-    @property
-    def load(self) -> Tensor:
-        self._pending.wait()
-        return self.counts
-
-
-class TalliedByRank(Tallied):
-    """Of each rank."""
-
-    def __init__(self, counts: Tensor, group: Group) -> None:
-        super().__init__(counts)
-        self._table, self._pending = all_gather_async(counts, group, purpose="count")
-        self._rank = group.rank
-
-    @property
-    def load(self) -> Tensor:
-        self._pending.wait()
-        return self._table.sum(0)
-
-    @property
-    def earlier(self) -> Tensor:
-        self._pending.wait()
-        return self._table[: self._rank].sum(0)
+        by_part = tables.transpose(0, 1)  # part, rank, expert
+        known = by_part.tolist()
+        if self.tables is not None and torch.is_grad_enabled() and not backward_is_running():
+            self.tables += known
+        names = [""] if len(known) == 1 else [f" {i}" for i in range(len(known))]
+        return [
+            TokenExchange(table, on_device, self.group, self.averaged, name)
+            for table, on_device, name in zip(known, by_part, names, strict=True)
+        ]

@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_flatten
 
 from lockstep.comm.collectives import all_gather_objects, broadcast
 from lockstep.data.batch import Batch
+from lockstep.errors import UserError
 from lockstep.layout.group import GroupLike, group_of
 from lockstep.models.autocast import autocast_dtype
+from lockstep.models.experts import mixtures_in
 from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 from lockstep.parallel.guards import mark_spread
 from lockstep.parallel.holding import Holder
@@ -64,6 +66,7 @@ class Pipeline(Holder):
         """
         self.group, self.micro_batches = group_of(process_group, "pp"), micro_batches
         lists = pipeline_schedule(schedule, self.group.size, micro_batches, chunks)
+        check_mixtures(module)
         self.instructions, self.placement = lists[self.group.rank], placement_of(schedule, self.group.size, chunks)
         check_same_model(module, self.group)
         broadcast_module(module, self.group)
@@ -156,3 +159,14 @@ class Pipeline(Holder):
 def sum_of(outputs: Any) -> Tensor:
     tensors = [t for t in tree_flatten(outputs)[0] if isinstance(t, Tensor) and t.requires_grad]
     return torch.stack([t.sum() for t in tensors]).sum()
+
+
+def check_mixtures(module: nn.Module) -> None:
+    """Refuse experts whose stage has no loss to add theirs to, or that must see a whole batch at once."""
+    for name, mixture in mixtures_in(module).items():
+        if mixture.needs_load or mixture.capacity is not None:
+            what = "an auxiliary loss" if mixture.needs_load else "a capacity"
+            raise UserError(
+                f"the experts of {name} have {what} of the whole batch, which micro-batches in stages do not have; use "
+                f'balance="bias" without z_loss and capacity, or lockstep train --parallel.pp'
+            )

@@ -15,7 +15,6 @@ Backward gathers x once more for the gradient of W, unless `keep_gathered`: two 
 The products and their overlap with communication are in `parallel_products.py`.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.layout.group import Group, GroupLike, group_of
-from lockstep.layout.region import Region, held_as
+from lockstep.layout.region import Region, copied_with_regions, held_as
 from lockstep.models.lora import LoRALinear
 from lockstep.parallel.tensor.custom_linear import CustomForward
 from lockstep.parallel.tensor.cuts import Cut, even_cut, fused_cut
@@ -54,12 +53,7 @@ class CutModule(nn.Module):
     """A layer that is split over the ranks. The parameters of a deep copy keep their regions."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CutModule":
-        other = type(self).__new__(type(self))
-        memo[id(self)] = other
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        for name, parameter in self.named_parameters(recurse=False):
-            other.get_parameter(name).__dict__.update(parameter.__dict__)  # torch copies only the tensor's data
-        return other
+        return copied_with_regions(self, memo)
 
 
 class ColumnParallelLinear(CutModule):

@@ -27,6 +27,7 @@ from lockstep.layout.region import Held
 from lockstep.models.blocks import blocks_of
 from lockstep.parallel.data.wrapper import Flags, GradientWrapper, broadcast_module, check_same_model
 from lockstep.parallel.guards import mark_spread
+from lockstep.parallel.optimizer.muon import Muon
 from lockstep.parallel.zero.flat import dense
 from lockstep.parallel.zero.sharded_optimizer import ParameterBucket, ShardedOptimizer
 
@@ -127,6 +128,8 @@ class ShardedDataParallel(GradientWrapper):
         mark_spread((p for b in optimizer.buckets for p in b.parameters), self)
         for parameters in optimizer.buckets:
             parameters.refresh()
+        if isinstance(optimizer.inner, Muon):
+            optimizer.assign(module)
         self.buckets = self._make_buckets(optimizer.buckets)
         self._issued = 0  # reduce-scatters of this round that are in flight: always those of the first buckets
         self._places: dict[Tensor, tuple[int, int]]

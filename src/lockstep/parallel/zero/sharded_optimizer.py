@@ -30,9 +30,11 @@ from lockstep.comm.ledger import about, awaited_later
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of, replicas_of
 from lockstep.layout.region import Held, Region, region_of
+from lockstep.models.matrices import matrices_in
 from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.parallel.data.law import FIRST_BUCKET_SHARE
-from lockstep.parallel.guards import WHOLE_TENSOR_OPTIMIZERS
+from lockstep.parallel.guards import mark_spread, needs_whole_tensors
+from lockstep.parallel.optimizer.muon import Muon
 from lockstep.parallel.zero.flat import FlatLayout, Piece
 
 MIB = 1024 * 1024
@@ -155,18 +157,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = [ParameterBucket(parameters, kind(parameters[0]), self._offload) for parameters in grouped]
         self.buckets += buckets
         pieces = [shard for bucket in buckets for shard in bucket.shards]
+        mark_spread(pieces, "ShardedOptimizer", pieces=True)
         inner_group = {**{k: v for k, v in group.items() if k != "params"}, "params": pieces}
         if self._inner is None:
             self._inner = self._make([inner_group], **self._options)
-            if (name := type(self._inner).__name__) in WHOLE_TENSOR_OPTIMIZERS:
+            if needs_whole_tensors(self._inner):
                 raise UserError(
-                    f"{name} looks at more than one element at a time, and ShardedOptimizer cuts through tensors; "
-                    f"use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, ...)"
+                    f"{type(self._inner).__name__} looks at more than one element at a time, and ShardedOptimizer cuts "
+                    f"through tensors; use lockstep.Muon, or an element-wise optimizer (SGD, Adam, AdamW, RMSprop, ...)"
                 )
         else:
             self._inner.add_param_group(inner_group)
         for key, value in self._inner.param_groups[-1].items():
             group.setdefault(key, value)
+
+    def assign(self, model: nn.Module) -> "ShardedOptimizer":
+        """For `Muon`, which needs to know the model's matrices. `ShardedDataParallel` calls it."""
+        assert isinstance(self.inner, Muon), "other optimizers look at elements only"
+        owned = self.owned_of(model)
+        kinds = matrices_in(model, {name: tuple(p.shape) for name, p in model.named_parameters()})
+        self.inner.assign_held(owned, kinds, self.group)
+        return self
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

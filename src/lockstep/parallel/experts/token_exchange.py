@@ -1,4 +1,4 @@
-"""Rows on their way to the ranks of their experts, and back: an uneven all-to-all, with the opposite one in backward.
+"""Rows sent to the ranks of their experts, and back: an uneven all-to-all each way, with the opposite one in backward.
 
 Issue and wait are two functions of autograd, so that something can be computed between them, in both directions:
 
@@ -17,14 +17,14 @@ from torch.autograd.function import once_differentiable
 from lockstep.comm.collectives import Pending, all_to_all_async
 from lockstep.comm.ledger import about
 from lockstep.layout.group import Group
-from lockstep.models.experts import Experts
+from lockstep.models.experts import Experts, inverse_of
 from lockstep.models.grouped import Counts
 
 PURPOSE = "activations"
 """What the ledger files rows under, along axis ep."""
 
 
-class Journey:
+class UnevenAllToAll:
     """An all-to-all in flight: first that of rows, then that of their gradients."""
 
     def __init__(self, name: str, sent: list[int], received: list[int], group: Group, scale: float = 1.0) -> None:
@@ -65,40 +65,41 @@ class _Issue(torch.autograd.Function):
     """The rows leave; in backward their gradients have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.start(rows, journey.sent, journey.received)
+    def forward(ctx: Any, rows: Tensor, all_to_all: UnevenAllToAll) -> Tensor:
+        ctx.all_to_all = all_to_all
+        return all_to_all.start(rows, all_to_all.sent, all_to_all.received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.finish_back(), None
+        return ctx.all_to_all.finish_back(), None
 
 
 class _Wait(torch.autograd.Function):
     """Rows have arrived; in backward their gradients leave."""
 
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        journey.finish()
+    def forward(ctx: Any, arriving: Tensor, all_to_all: UnevenAllToAll) -> Tensor:
+        ctx.all_to_all = all_to_all
+        all_to_all.finish()
         return arriving.view_as(arriving)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.journey.start_back(gradient)
-        return gradient, None  # nobody reads it: `_Issue` returns what arrives
+        ctx.all_to_all.start_back(gradient)
+        return gradient, None  # it is not read: `_Issue` returns what arrives
 
 
 @dataclass
-class Visit:
+class TokenExchange:
     """This rank's rows at the experts of all ranks, and all ranks' rows at its own."""
 
     table: list[list[int]]
     """Rank -> expert -> rows."""
+    on_device: Tensor
+    """The same numbers."""
     group: Group
-    device: torch.device
     averaged: int = 1
     """By how much gradients of experts are divided."""
     name: str = ""
@@ -120,25 +121,25 @@ class Visit:
     def received(self) -> list[int]:
         return [sum(self.rows_between(sender, self.group.rank)) for sender in range(self.group.size)]
 
-    def dispatch(self) -> Journey:
-        return Journey(f"dispatch{self.name}", self.sent, self.received, self.group, float(self.averaged))
+    def dispatch(self) -> UnevenAllToAll:
+        return UnevenAllToAll(f"dispatch{self.name}", self.sent, self.received, self.group, float(self.averaged))
 
-    def combine(self) -> Journey:
-        return Journey(f"combine{self.name}", self.received, self.sent, self.group, 1.0 / self.averaged)
+    def combine(self) -> UnevenAllToAll:
+        return UnevenAllToAll(f"combine{self.name}", self.received, self.sent, self.group, 1.0 / self.averaged)
 
     def results(self, experts: Experts, rows: Tensor) -> Tensor:
         """What this rank's experts make of the rows that have arrived, in the same order."""
-        mine = [self.rows_between(sender, self.group.rank) for sender in range(self.group.size)]
-        counts = [sum(column) for column in zip(*mine, strict=True)]
-        grouped = Counts(torch.tensor(counts, device=self.device), counts)
+        rank, ranks = self.group.rank, range(self.group.size)
+        known = [sum(column) for column in zip(*(self.rows_between(sender, rank) for sender in ranks), strict=True)]
+        mine = self.on_device[:, rank * self.held : (rank + 1) * self.held]
+        grouped = Counts(mine.sum(0), known)
         if self.held == 1:
             found: Tensor = experts(rows, grouped)
             return found
         # They lie rank by rank, and expert by expert within.
-        of_each = torch.tensor(mine, device=self.device).flatten()
-        numbers = torch.arange(self.held, device=self.device).repeat(self.group.size)
-        order = numbers.repeat_interleave(of_each, output_size=sum(counts)).argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=self.device))
+        numbers = torch.arange(self.held, device=mine.device).repeat(len(ranks))
+        order = numbers.repeat_interleave(mine.flatten(), output_size=sum(known)).argsort(stable=True)
+        back = inverse_of(order)
         results: Tensor = experts(_Reorder.apply(rows, order, back), grouped)
         reordered: Tensor = _Reorder.apply(results, back, order)
         return reordered

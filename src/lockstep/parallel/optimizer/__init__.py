@@ -1,0 +1,1 @@
+"""Optimizers that need whole matrices, where ranks hold regions of them."""
