@@ -1,6 +1,7 @@
 """Networks as plain single-device code: no model mentions ranks."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from lockstep.models.cnn import CNN
 from lockstep.models.flops import forward_flops, training_flops
 from lockstep.models.gpt import GPT
 from lockstep.models.hf import build_hf, vocabulary_of
-from lockstep.models.initial import Deferred, seeded
+from lockstep.models.initial import Deferred, Unfilled, seeded
 from lockstep.models.mlp import MLP
 from lockstep.models.resnet import ResNet
 from lockstep.models.user_model import check_outputs, user_model
@@ -22,7 +23,8 @@ from lockstep.models.user_model import check_outputs, user_model
 def build_model(config: schema.Model, spec: DataSpec, seed: int | None = None) -> nn.Module:
     """The network that `config` names, for data that looks like `spec`; the same weights for the same seed."""
     if seed is None:
-        return _build(config, spec)
+        with Unfilled() if torch.empty(0).is_meta else nullcontext():
+            return _build(config, spec)
     if not is_users(config):
         return Deferred(lambda: _build(config, spec), seed).whole()
     with seeded(seed):
@@ -33,11 +35,11 @@ _ON_META: dict[tuple[str, str], nn.Module] = {}
 
 
 def on_meta(config: schema.Model, spec: DataSpec) -> nn.Module:
-    """Its shapes, without memory: a copy of what is built once, because to initialize nothing takes seconds too."""
+    """Its shapes, without memory: a copy of what is built once."""
     key = (repr(config), repr(spec))
     if key not in _ON_META:
         with torch.device("meta"):
-            _ON_META[key] = _build(config, spec)
+            _ON_META[key] = build_model(config, spec)
     return copy.deepcopy(_ON_META[key])
 
 

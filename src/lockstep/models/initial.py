@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.models.lora import LoRALinear
 
@@ -24,6 +26,27 @@ Initialize = Callable[[nn.Module], None]
 
 SCHEME = "by module"
 """How weights follow from a seed: a LoRA checkpoint, without the frozen ones, is only loaded where it is the same."""
+
+
+FILLS: frozenset[Any] = frozenset(
+    [getattr(torch.nn.init, name) for name in dir(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
+    + [torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.zero_, torch.Tensor.fill_]
+)
+
+
+class Unfilled(TorchFunctionMode):
+    """Inside, tensors on the meta device are not filled. They have no numbers, and the calls would take most of the
+    time of building a model: PyTorch sends each through Python to infer the shape of its result.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in FILLS:
+            tensor = args[0] if args else (kwargs or {}).get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
