@@ -21,7 +21,7 @@ CHAPTERS = {
     "Pipeline parallel": ("Pipeline", "pipeline_schedule"),
     "Context parallel": ("shard_sequence", "gather_sequence", "ring_attention", "ulysses_attention"),
     "Experts": ("MixtureOfExperts", "expert_parallel"),
-    "Optimizers": ("Muon",),
+    "Optimizers": ("Muon", "ScheduleFreeAdamW", "WeightAverage"),
     "Mistakes": ("UserError",),
 }
 HEAD = """# API reference

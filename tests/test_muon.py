@@ -65,7 +65,10 @@ def test_a_step_is_that_of_torch() -> None:
 def test_which_parameters_are_matrices() -> None:
     gpt = small_gpt(experts=4, active=2)
     kinds = matrices_in(gpt)
-    assert {name.rsplit(".", 1)[0].split(".")[-1] for name in kinds} == {"qkv", "out", "experts"} or kinds
+    assert {name.split(".", 2)[2] for name in kinds} == {
+        *("attention.qkv.weight", "attention.output.weight"),
+        *(f"mlp.experts.{part}" for part in ("gate", "up", "down")),
+    }
     assert not any("embedding" in name or "router" in name or "head" in name or "norm" in name for name in kinds)
     assert {kind for name, kind in kinds.items() if "experts" in name} == {"stack"}
     mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -84,6 +87,18 @@ def test_what_is_no_matrix_is_stepped_by_adamw() -> None:
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours, theirs) == (name not in kinds), name
         assert set(muon.state[ours]) == ({"momentum_buffer"} if name in kinds else {"step", "exp_avg", "exp_avg_sq"})
+
+
+@pytest.mark.parametrize("kernel", [nn.Conv1d(3, 5, 4), nn.Conv2d(3, 5, 2)])
+def test_a_kernel_of_a_convolution_is_a_row(kernel: nn.Module) -> None:
+    weight: Any = kernel.weight
+    flat = nn.Parameter(weight.detach().reshape(5, -1).clone())
+    optimizers = Muon([weight], lr=0.1), Muon([flat], lr=0.1)
+    gradient = torch.randn(5, flat.shape[1])
+    weight.grad, flat.grad = gradient.view_as(weight), gradient
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(weight.reshape(5, -1), flat)
 
 
 def test_a_skipped_step_changes_nothing() -> None:

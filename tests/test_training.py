@@ -344,7 +344,8 @@ def test_a_folder_that_is_deleted_in_a_run_is_told(tmp_path: Path, capfd: pytest
     folder.mkdir()
     with MetricsWriter(folder, config=Config()) as metrics:
         metrics.write("train", 1, {"loss": 1.0})
-        shutil.rmtree(folder)
+        while folder.exists():  # TensorBoard's thread may write to it meanwhile
+            shutil.rmtree(folder, ignore_errors=True)
         for step in range(2, 30):
             metrics.write("train", step, {"loss": 1.0})
     said = capfd.readouterr().err

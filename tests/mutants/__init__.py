@@ -2,7 +2,7 @@
 
     fault: what is wrong
     kind: of which kind
-    caught by: verify STRATEGY on RANKS, or pytest FILE
+    caught by: verify STRATEGY on RANKS [with OPTIMIZER], or pytest FILE
 
 `python -m tests.mutants [NAME ...]` plants them one after the other in a copy of the sources, and prints a table;
 `tests/test_mutants.py` takes a part of them in the slow tier. A proof that a mutant survives is no proof.
@@ -44,8 +44,9 @@ def command_of(caught_by: str) -> list[str]:
     how, *rest = caught_by.split()
     if how == "pytest":
         return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *rest]
-    strategy, _, ranks = rest
-    return [sys.executable, "-m", "lockstep", "verify", "--strategies", strategy, "--world-size", ranks]
+    strategy, _, ranks, *optimizer = rest
+    chosen = ["--train.optimizer", optimizer[1]] if optimizer else []
+    return [sys.executable, "-m", "lockstep", "verify", "--strategies", strategy, "--world-size", ranks, *chosen]
 
 
 def run(mutant: Mutant) -> tuple[bool, str]:

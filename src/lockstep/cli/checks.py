@@ -16,7 +16,7 @@ from lockstep.models import on_meta, parameter_count
 from lockstep.models.blocks import blocks_of
 from lockstep.plan.trace import spec_without_data
 from lockstep.strategies import STRATEGIES, check_parallel, degrees_of
-from lockstep.strategies.combining import check_cuts
+from lockstep.strategies.combining import check_cuts, check_optimizer
 
 
 def check_link(link: str, launch: Launch) -> None:
@@ -42,6 +42,7 @@ def check_before_ranks(config: Config, launch: Launch, default_nproc: int) -> No
     device = device_type(launch)
     parallel, train = config.parallel, config.train
     check_parallel(parallel, device, train.precision, train.compile != "none")
+    check_optimizer(train, parallel)
     degrees = degrees_of(parallel, max(1, ranks))
     if train.batch_per_rank is not None:
         train.batch_size = train.batch_per_rank * train.accumulation * degrees.replicate * degrees.shard

@@ -124,7 +124,7 @@ def _shortly(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
-OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw", "muon"), ("constant", "cosine", "step")
+OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw", "muon", "schedule_free"), ("constant", "cosine", "step")
 
 
 def check_names(config: Config) -> None:
@@ -135,6 +135,23 @@ def check_names(config: Config) -> None:
             raise UserError(f"{section}.name own needs {section}.import, as my_package.module:object")
 
 
+def check_clipping_and_averages(train: Train) -> None:
+    if train.clip_norm is not None and train.clip_value is not None:
+        raise UserError(
+            f"train.clip_norm {train.clip_norm:g} and train.clip_value {train.clip_value:g} both say how gradients are "
+            f"clipped; leave one out"
+        )
+    if train.optimizer == "schedule_free" and train.ema is not None:
+        raise UserError("train.optimizer schedule_free averages its weights already; leave train.ema out")
+    if train.optimizer == "schedule_free" and train.schedule != "constant":
+        raise UserError(
+            f"train.optimizer schedule_free takes the place of a schedule, and train.schedule is {train.schedule}; "
+            f"give --train.schedule constant"
+        )
+    if train.optimizer == "schedule_free" and not train.betas[0]:
+        raise UserError("train.betas begins with 0, and schedule_free averages by it; it must be more than 0")
+
+
 def check_choices(train: Train) -> None:
     for key, value, names in (
         ("train.optimizer", train.optimizer, OPTIMIZERS),
@@ -142,6 +159,7 @@ def check_choices(train: Train) -> None:
     ):
         if value not in names and not is_import(value):
             raise UserError(f"{key} is {value!r}, but it must be one of {', '.join(names)}, or package.module:object")
+    check_clipping_and_averages(train)
     for callback in train.callbacks:
         if not is_import(callback):
             raise UserError(f"train.callbacks has {callback!r}, but each must be package.module:function")

@@ -214,13 +214,13 @@ class Train:
     """Of your own: package.module:function, (outputs, targets) -> their mean. None: cross entropy, or the mean squared
     error where targets are floating-point numbers."""
     optimizer: str = "sgd"
-    """sgd, adam, adamw, muon (for the matrices of the blocks, adamw for the rest), or one of your own:
-    package.module:class, as torch.optim:RMSprop."""
+    """sgd, adam, adamw, muon (for the matrices of the blocks, adamw for the rest), schedule_free (AdamW that averages
+    its weights), or one of your own: package.module:class, as torch.optim:RMSprop."""
     lr: Rate = 0.1
     momentum: Share = 0.9
     """Of sgd."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Of adam and adamw, and of what muon does not step itself."""
+    """Of adam, adamw and schedule_free, and of what muon does not step itself."""
     muon_momentum: Share = 0.95
     weight_decay: Rate = 0.0
     schedule: str = "cosine"
@@ -232,6 +232,11 @@ class Train:
     """Where `step` lowers the rate, as fractions of the run."""
     clip_norm: Annotated[float, Interval(ge=1e-12, le=1e9)] | None = None
     """Clip gradients to this global norm."""
+    clip_value: Annotated[float, Interval(ge=1e-12, le=1e9)] | None = None
+    """Clip each element of a gradient to this size, instead."""
+    ema: Decay | None = None
+    """Evaluate and export an exponential moving average of the weights with this decay (0.999), which training itself
+    does not use. None: the weights of the last step."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss."""
     compile: Literal["none", "blocks", "model"] = "none"

@@ -23,6 +23,8 @@ from lockstep.models import build_model
 from lockstep.models.convert import config_from_hf, tensors_from_hf, to_hf
 from lockstep.models.gpt import GPT
 from lockstep.models.lora import merge_lora
+from lockstep.parallel.optimizer.average import AVERAGE
+from lockstep.parallel.optimizer.schedule_free import averaged
 from lockstep.results.whole import made_whole
 from lockstep.strange import json_of
 from lockstep.training.prepare import frozen_weights, load_weights, prepared_model
@@ -88,21 +90,32 @@ def load_model(source: Path, consent: Consent | None = None) -> tuple[nn.Module,
         model = prepared_model(config, spec)
         if wanted := frozen_weights(config):
             check_same_course(manifest.read_run(weights), wanted, weights)
-        fill(model, weights, adapters_only=config.lora.rank > 0)
+        free = config.train.betas[0] if config.train.optimizer == "schedule_free" else None
+        fill(model, weights, adapters_only=config.lora.rank > 0, free=free)
     return merge_lora(model), config, spec
 
 
 @torch.no_grad()
-def fill(model: nn.Module, checkpoint: Path, adapters_only: bool) -> None:
-    """Read the weights of a checkpoint into a plain model, under whatever layout it was saved."""
+def fill(model: nn.Module, checkpoint: Path, adapters_only: bool, free: float | None = None) -> None:
+    """Read the weights of a checkpoint into a plain model, under whatever layout it was saved: those that are
+    evaluated, where the optimizer averages weights.
+    """
     saved = saved_names(checkpoint)
-    wanted: dict[str, Tensor] = {f"model.{n}": p.data for n, p in model.named_parameters()}
+    names = {n: f"optimizer.{n}.{AVERAGE}" for n, _ in model.named_parameters()}
+    names = {n: name if name in saved else f"model.{n}" for n, name in names.items()}
+    wanted: dict[str, Tensor] = {names[n]: p.data for n, p in model.named_parameters()}
     wanted |= {f"model.{n}": b for n, b in model.named_buffers() if f"model.{n}" in saved}
     missing = [n for n in wanted if n not in saved and not adapters_only]
     if missing:
         raise UserError(f"{checkpoint} has no {missing[0]}: it is of another model than its run's config.yaml")
     state = {name: tensor for name, tensor in wanted.items() if name in saved}
     read_into(state, checkpoint)
+    if free is not None:
+        trained = {n: p for n, p in model.named_parameters() if f"optimizer.{n}.z" in saved}
+        others = {f"optimizer.{n}.z": torch.empty_like(p) for n, p in trained.items()}
+        read_into(others, checkpoint)
+        for name, parameter in trained.items():
+            parameter.copy_(averaged(parameter, others[f"optimizer.{name}.z"], free))
 
 
 def export_weights(source: Path, target: Path, consent: Consent | None = None) -> int:

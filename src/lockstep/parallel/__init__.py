@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from lockstep.parallel.data.local_sgd import LocalSGD
     from lockstep.parallel.experts.expert_parallel import expert_parallel
     from lockstep.parallel.gradient_norm import clip_grad_norm_
+    from lockstep.parallel.optimizer.average import WeightAverage
     from lockstep.parallel.optimizer.muon import Muon
+    from lockstep.parallel.optimizer.schedule_free import ScheduleFreeAdamW
     from lockstep.parallel.pipeline.pipeline import Pipeline
     from lockstep.parallel.pipeline.schedule import pipeline_schedule
     from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -39,9 +41,11 @@ __all__ = [
     "Muon",
     "Pipeline",
     "RowParallelLinear",
+    "ScheduleFreeAdamW",
     "ShardedDataParallel",
     "ShardedOptimizer",
     "VocabParallelEmbedding",
+    "WeightAverage",
     "clip_grad_norm_",
     "expert_parallel",
     "gather_sequence",
@@ -61,9 +65,11 @@ _HOMES = {
     "Muon": "lockstep.parallel.optimizer.muon",
     "Pipeline": "lockstep.parallel.pipeline.pipeline",
     "RowParallelLinear": "lockstep.parallel.tensor.parallel_linear",
+    "ScheduleFreeAdamW": "lockstep.parallel.optimizer.schedule_free",
     "ShardedDataParallel": "lockstep.parallel.zero.sharded_data_parallel",
     "ShardedOptimizer": "lockstep.parallel.zero.sharded_optimizer",
     "VocabParallelEmbedding": "lockstep.parallel.tensor.parallel_linear",
+    "WeightAverage": "lockstep.parallel.optimizer.average",
     "clip_grad_norm_": "lockstep.parallel.gradient_norm",
     "expert_parallel": "lockstep.parallel.experts.expert_parallel",
     "gather_sequence": "lockstep.parallel.context.context_parallel",

@@ -63,6 +63,12 @@ class Gradients:
         """As torch's clip_grad_norm_, for a norm that is known."""
         self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
+    def clip_elements(self, limit: float) -> None:
+        """As torch's clip_grad_value_."""
+        if gradients := self.tensors():
+            torch._foreach_clamp_min_(gradients, -limit)
+            torch._foreach_clamp_max_(gradients, limit)
+
     def scale(self, factor: Tensor) -> None:
         if gradients := self.tensors():
             torch._foreach_mul_(gradients, factor.to(gradients[0]))

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from lockstep.config import Config, load_config
+from lockstep.config import Config, Train, load_config
 from lockstep.config.load import MODELS, structure
 from lockstep.config.trust import check_trusted
 from lockstep.errors import UserError
@@ -63,10 +63,21 @@ def layout_of(config: Config, ranks: int) -> PlanLayout:
     )
 
 
+def optimizer_bytes(train: Train, network: Network) -> float:
+    """Of the state of a parameter, in the mean: one moment of Muon's matrices, which are those of the blocks."""
+    if train.optimizer == "sgd":
+        of_state = 4.0 if train.momentum else 0.0
+    elif train.optimizer == "muon":
+        blocks = sum(layer.parameters * count for layer, count in network.layers)
+        of_state = 8.0 - 4.0 * blocks / max(1, network.parameters)
+    else:
+        of_state = 8.0
+    return of_state + (4.0 if train.ema is not None else 0.0)
+
+
 def setting_for(config: Config, network: Network, ranks: int, machine: Machine) -> Setting:
     software = COMPILED if config.train.compile != "none" else OURS
-    if config.train.optimizer == "sgd":
-        software = replace(software, kept=replace(software.kept, optimizer=4 if config.train.momentum else 0))
+    software = replace(software, kept=replace(software.kept, optimizer=optimizer_bytes(config.train, network)))
     return Setting(network, layout_of(config, ranks), machine, software, config.train.precision)
 
 

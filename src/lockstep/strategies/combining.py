@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lockstep.config import Parallel
+from lockstep.config import Parallel, Train
 from lockstep.data import Inputs
 from lockstep.errors import UserError
 from lockstep.parallel.pipeline.schedule import check_schedule
@@ -25,6 +25,18 @@ def check_inputs(inputs: Inputs, parallel: Parallel) -> None:
                 f"parallel.{axis} is {degree}, and the model is given several inputs, where {axis} takes one; "
                 f"use a data engine or parallel.tp"
             )
+
+
+def check_optimizer(train: Train, parallel: Parallel) -> None:
+    """What is asked of the optimizer's step, and the strategy does not have."""
+    averaging = "train.ema" if train.ema is not None else "train.optimizer schedule_free"
+    for said, is_asked, can in (
+        (averaging, train.ema is not None or train.optimizer == "schedule_free", "averages_weights"),
+        ("train.clip_value", train.clip_value is not None, "clips_elements"),
+    ):
+        if is_asked and not getattr(STRATEGIES[parallel.data], can):
+            who = ", ".join(name for name, engine in STRATEGIES.items() if getattr(engine, can))
+            raise UserError(f"{said} does not go with parallel.data {parallel.data}; use {who}")
 
 
 def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:

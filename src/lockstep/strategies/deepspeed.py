@@ -49,6 +49,8 @@ class DeepSpeed(Engine):
     offloads_from_cpu = True
     takes_user_config = True
     skips_not_finite = False
+    averages_weights = False
+    clips_elements = False
     package = "deepspeed"
     verified_in = "fp32"
     casts = True

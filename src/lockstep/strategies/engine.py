@@ -142,6 +142,10 @@ class Engine(ABC):
     """In a pipeline, gradients of tied weights are summed over the stages after they are reduced over the data axes;
     else before.
     """
+    averages_weights: ClassVar[bool] = True
+    """An optimizer may average the weights it steps, for evaluation: they are the same run on all ranks."""
+    clips_elements: ClassVar[bool] = True
+    """Our worker clips the gradients."""
     scales_loss = False
     """It manages fp16's loss scale itself, and skips steps to find it."""
 
@@ -207,6 +211,9 @@ class Engine(ABC):
 
     def settle(self) -> None:
         """Wait for what is still in flight after a step: from here on parameters may be read."""
+
+    def after_write(self) -> None:
+        """What the optimizer steps has new values: parameters follow on all ranks."""
 
     def finish(self) -> None:
         """After the last step: all ranks hold the same weights."""

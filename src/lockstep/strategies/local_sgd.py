@@ -28,6 +28,7 @@ class LocalSGD(Engine):
     variants = ("diloco",)
     model_axes = ("cp", "tp")
     host_decides = True
+    averages_weights = False  # ranks train apart
     reports_norm = False  # each rank's own
     sends_after_step = True
 

@@ -30,6 +30,10 @@ class Options:
     accumulation: int = 1
     """Micro-batches of a step."""
     clip_norm: float | None = None
+    clip_value: float | None = None
+    """Of each element of a gradient, instead."""
+    ema: float | None = None
+    """The decay of an average of the weights, for evaluation."""
     precision: str = "fp32"
     compile: str = "none"
     """none, blocks or model: what torch.compile compiles as one unit."""

@@ -1,5 +1,8 @@
 """A model spread over the ranks: what `parallelize` returns, and the interface for training, verify and bench."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -8,6 +11,7 @@ from lockstep.config import Parallel
 from lockstep.data import Batch, Share
 from lockstep.layout import Held, Layout, World
 from lockstep.parallel.data.wrapper import broadcast_buffers
+from lockstep.parallel.optimizer.average import averages, evaluation_weights
 from lockstep.strategies.compiling import only_compiled_graphs
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.expert_use import ExpertUse, read_use
@@ -119,6 +123,23 @@ class ParallelModel:
     def settle(self) -> None:
         """Wait for what the last step has left in flight."""
         self.engine.settle()
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Inside, the model has the weights that are evaluated and exported, where the optimizer averages them. Every
+        rank must enter together.
+        """
+        optimizer = self.engine.local_optimizer
+        if not averages(optimizer):
+            yield
+            return
+        self.settle()
+        with evaluation_weights(optimizer, self._after_write):
+            yield
+
+    def _after_write(self) -> None:
+        self.engine.after_write()
+        self.settle()
 
     def finish(self) -> None:
         """After the last step: all ranks hold the same weights and buffers."""

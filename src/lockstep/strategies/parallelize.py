@@ -21,6 +21,7 @@ from lockstep.models.initial import Deferred
 from lockstep.models.matrices import matrices_in
 from lockstep.models.recompute import recompute
 from lockstep.parallel.data.wrapper import check_same_model, models_are_equal
+from lockstep.parallel.optimizer.average import WeightAverage
 from lockstep.parallel.optimizer.muon import Muon
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.strategies.compiling import compile_blocks, compile_model
@@ -84,6 +85,8 @@ def _spread(
         fill(engine, of_first_rank(tensors, layout.norm, layout.world.device))
     if isinstance(engine.local_optimizer, Muon):
         engine.local_optimizer.assign_held(engine.trained(), matrices, layout.norm)
+    if options.ema is not None:
+        WeightAverage(engine.local_optimizer, options.ema)
     return ParallelModel(engine, parameters, cut)
 
 

@@ -72,6 +72,9 @@ class ShardedState(ByHand):
     def settle(self) -> None:
         self.optimizer.wait_for_parameters()
 
+    def after_write(self) -> None:
+        self.optimizer.gather()
+
     def after_load(self) -> None:
         self.optimizer.refresh()
 

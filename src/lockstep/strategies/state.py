@@ -20,6 +20,7 @@ from lockstep.layout import Box, Group, Held, Region
 from lockstep.layout.region import local
 from lockstep.parallel.counting import count_once
 from lockstep.parallel.data.wrapper import broadcast_buffers
+from lockstep.parallel.optimizer.average import AVERAGE, average_of
 
 Leaf = Any
 """Held, Tensor, or, under own., a nest of plain values and tensors."""
@@ -177,9 +178,12 @@ def model_leaves(model: nn.Module, held: dict[str, Held], only_trained: bool) ->
 
 
 def optimizer_leaves(optimizer: torch.optim.Optimizer, trained: dict[str, Held]) -> dict[str, Leaf]:
-    state = {}
+    state, average = {}, average_of(optimizer)
     for name, held in trained.items():
-        for key, value in optimizer.state.get(held.parameter, {}).items():
+        own = dict(optimizer.state.get(held.parameter, {}))
+        if average is not None and held.parameter in average.tensors:
+            own[AVERAGE] = average.tensors[held.parameter]  # type: ignore[index]
+        for key, value in own.items():
             if isinstance(value, Tensor):
                 found = held.like(value)
                 state[f"optimizer.{name}.{key}"] = leaf(found) if isinstance(found, Held) else found
@@ -198,7 +202,12 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = None if optimizer.state.get(parameter) else torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    average = average_of(optimizer)
+    if average is not None:
+        average.paused = True
     optimizer.step()
+    if average is not None:
+        average.paused = False
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for parameter, gradient in zip(parameters, before, strict=True):
@@ -206,8 +215,13 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def forget_unsaved(optimizer: torch.optim.Optimizer, trained: dict[str, Held], saved: set[str]) -> None:
-    """A parameter that the saved run had no state for (it had no gradient yet) begins without one here too."""
+    """A parameter that the saved run had no state for (it had no gradient yet) begins without one here too. So does
+    an average of the weights that the saved run did not keep: it begins with the weights of the next step.
+    """
+    average = average_of(optimizer)
     for name, held in trained.items():
+        if average is not None and f"optimizer.{name}.{AVERAGE}" not in saved:
+            average.tensors.pop(held.parameter, None)  # type: ignore[call-overload]
         state = optimizer.state.get(held.parameter)
         if state and not any(f"optimizer.{name}.{key}" in saved for key in state):
             del optimizer.state[held.parameter]

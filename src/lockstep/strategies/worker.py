@@ -248,7 +248,9 @@ class Worker:
             self.balance.skip(optimizer.found_inf)
         self.wait_for_copies()
         if applied is not False:
-            if self.options.clip_norm is not None:
+            if self.options.clip_value is not None:
+                self.gradients.clip_elements(self.options.clip_value)
+            elif self.options.clip_norm is not None:
                 self.gradients.clip(norm, self.options.clip_norm)
             self.engine.optimizer.step()
         if self.loss_scale is not None:  # on a skipped step all ranks halve it alike, whichever overflowed

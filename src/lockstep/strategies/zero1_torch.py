@@ -81,6 +81,11 @@ class Zero1Torch(Engine):
         inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
         return inner
 
+    def after_write(self) -> None:
+        if self.optimizer is not self.local_optimizer:
+            broadcasting: Any = self.optimizer
+            broadcasting._sync_params()
+
     def after_step(self) -> None:
         """Record the optimizer's broadcasts, one per parameter, each with the time of all of them."""
         ledger, group = active_ledger(), self.layout.gradient

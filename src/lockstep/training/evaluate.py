@@ -22,13 +22,14 @@ def evaluate(
     strategy.synchronize_buffers()
     strategy.model.eval()
     stopped = False
-    for batch in islice(shares(split, batch_size, strategy.batch_share()), batches):
-        stopped = strategy.stop_requested
-        if strategy.layout.norm.size > 1:  # all ranks leave at the same batch: forward itself may communicate
-            stopped = any_rank(stopped, strategy.world.device, strategy.layout.norm)
-        if stopped:
-            break
-        sums += strategy.evaluate(batch)
+    with strategy.evaluation_weights():
+        for batch in islice(shares(split, batch_size, strategy.batch_share()), batches):
+            stopped = strategy.stop_requested
+            if strategy.layout.norm.size > 1:  # all ranks leave at the same batch: forward itself may communicate
+                stopped = any_rank(stopped, strategy.world.device, strategy.layout.norm)
+            if stopped:
+                break
+            sums += strategy.evaluate(batch)
     strategy.model.train()
     if stopped:
         return None

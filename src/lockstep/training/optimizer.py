@@ -12,6 +12,7 @@ from lockstep.config import Train
 from lockstep.config.user_code import called, imported, is_import, only_taken, where_and_what
 from lockstep.errors import UserError
 from lockstep.parallel.optimizer.muon import Muon
+from lockstep.parallel.optimizer.schedule_free import ScheduleFreeAdamW
 
 
 def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -22,6 +23,8 @@ def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.o
         return user_optimizer(train, parameters)
     if train.optimizer == "muon":
         return Muon(parameters, train.lr, train.betas, weight_decay=train.weight_decay, momentum=train.muon_momentum)
+    if train.optimizer == "schedule_free":
+        return ScheduleFreeAdamW(parameters, train.lr, train.betas, weight_decay=train.weight_decay)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
     fused = should_fuse(parameters) or None  # None: PyTorch's own default
     return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)

@@ -24,7 +24,7 @@ from lockstep.models.initial import SCHEME, Deferred, fill_adapters
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
 from lockstep.strategies import Options, ParallelModel, make_layout, parallelize
-from lockstep.strategies.combining import check_inputs
+from lockstep.strategies.combining import check_inputs, check_optimizer
 from lockstep.strategies.options import COMPUTE_DTYPES
 from lockstep.training.optimizer import optimizer_factory
 
@@ -37,6 +37,8 @@ def options_for(config: Config, dataset: DataSet) -> Options:
         parallel=config.parallel,
         accumulation=train.accumulation,
         clip_norm=train.clip_norm,
+        clip_value=train.clip_value,
+        ema=train.ema,
         precision=train.precision,
         compile=train.compile,
         recompute=train.recompute,
@@ -156,6 +158,7 @@ def check_device(world: World, config: Config) -> None:
 def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.Module | None = None) -> ParallelModel:
     """The model of the config (a copy of `plain` with what was asked for), spread as the config says."""
     check_device(world, config)
+    check_optimizer(config.train, config.parallel)
     check_inputs(dataset.spec.example, config.parallel)
     if isinstance(config.model, Own):
         check_outputs(config.model, dataset.spec, config.train.loss)

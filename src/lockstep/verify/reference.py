@@ -4,6 +4,7 @@ Plain PyTorch, with nothing of `strategies` in it: the mean loss, one backward, 
 the worker cannot hide on both sides.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from lockstep.models.experts import mixtures_in
 from lockstep.models.loss import class_last, logits_of
 from lockstep.models.matrices import matrices_in
 from lockstep.parallel.holding import held_in
+from lockstep.parallel.optimizer.average import averages, evaluation_weights
 from lockstep.parallel.optimizer.muon import Muon
 from lockstep.training.optimizer import optimizer_factory
 from lockstep.verify.activations import Activations
@@ -139,7 +141,8 @@ class Reference:
     def _evaluate(self) -> tuple[float, float | None]:
         batch = self.scenario.test_batch().to(self.world.device, self.dtype)
         self._model.eval()
-        loss, correct = self._measure(called_with(self._model, batch.inputs), batch.targets)
+        with evaluation_weights(self._optimizer, lambda: None) if averages(self._optimizer) else nullcontext():
+            loss, correct = self._measure(called_with(self._model, batch.inputs), batch.targets)
         self._model.train()
         return loss.item(), None if correct is None else correct / int(batch.target_count())
 

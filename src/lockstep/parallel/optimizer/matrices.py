@@ -37,13 +37,18 @@ class Matrix:
     """Of the parameter."""
     box: Box
     """Of the parameter's tensor."""
+    is_of_stack: bool
     holders: dict[Box, list[int]] = field(default_factory=dict)
     """What ranks hold of it -> which ranks do."""
     owner: int = 0
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return rows_and_columns(self.box.sizes, self.is_of_stack)
+
+    @property
     def cost(self) -> float:
-        rows, columns = rows_and_columns(self.box.sizes)
+        rows, columns = self.shape
         return float(rows) * columns * min(rows, columns)
 
     def sender(self, box: Box) -> int:
@@ -61,9 +66,9 @@ class Matrix:
         load[self.owner] += self.cost
 
 
-def rows_and_columns(sizes: tuple[int, ...]) -> tuple[int, int]:
+def rows_and_columns(sizes: tuple[int, ...], is_of_stack: bool) -> tuple[int, int]:
     """Of a matrix, of one of a stack of them, or of a convolution's kernels, one a row."""
-    sizes = sizes[1:] if len(sizes) == 3 else sizes
+    sizes = sizes[1:] if is_of_stack else sizes
     return sizes[0], prod(sizes[1:])
 
 
@@ -80,12 +85,13 @@ class WholeMatrices:
     def __init__(self, held: Mapping[str, Held], stacks: set[str], group: Group) -> None:
         """`held`: this rank's regions of the parameters that are matrices, or (in `stacks`) stacks of them."""
         self.group, self.regions = group, {name: h.region for name, h in held.items()}
+        self.stacks = stacks
         self.local: list[Matrix] = []
         self.cut: list[Matrix] = []
         """In one order on all ranks: also those of which this rank holds nothing."""
         in_part: dict[str, Region] = {}
         for name, region in self.regions.items():
-            found = [Matrix(name, box) for box in matrices_of(region.shape, name in stacks)]
+            found = [Matrix(name, box, name in stacks) for box in matrices_of(region.shape, name in stacks)]
             whole = [m for m in found if sum(box.numel for box in common(region, m.box)) == m.box.numel]
             self.local += whole
             if len(whole) < len(found):
@@ -101,7 +107,7 @@ class WholeMatrices:
             for name, (region, is_stack) in theirs.items():
                 for whole in matrices_of(region.shape, is_stack):
                     for box in common(region, whole):
-                        matrix = found.setdefault((name, whole), Matrix(name, whole))
+                        matrix = found.setdefault((name, whole), Matrix(name, whole, is_stack))
                         matrix.holders.setdefault(box, []).append(rank)
         load = [0.0] * self.group.size
         for key in sorted(found, key=lambda key: (key[0], key[1].offsets)):
@@ -243,7 +249,7 @@ def apply_by_shape(matrices: list[Matrix], wholes: dict[int, Tensor], function: 
     """Replace each by what the function makes of it; those of one shape together."""
     alike: dict[tuple[int, int], list[Matrix]] = {}
     for matrix in matrices:
-        alike.setdefault(rows_and_columns(matrix.box.sizes), []).append(matrix)
+        alike.setdefault(matrix.shape, []).append(matrix)
     for (rows, columns), some in alike.items():
         count = max(1, AT_ONCE // (rows * columns))
         for start in range(0, len(some), count):

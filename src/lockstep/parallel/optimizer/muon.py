@@ -179,7 +179,8 @@ class Muon(torch.optim.AdamW):
         self, parameter: nn.Parameter, direction: Tensor, group: dict[str, Any], skipped: Tensor | None
     ) -> None:
         memory, lr = local(parameter), float(group["lr"])
-        region = self.whole_matrices.regions[self._name(parameter)]
-        change = direction.to(memory) * (lr * SIZE_OF_ADAMW * sqrt(max(rows_and_columns(region.shape))))
+        name, whole = self._name(parameter), self.whole_matrices
+        largest = max(rows_and_columns(whole.regions[name].shape, name in whole.stacks))
+        change = direction.to(memory) * (lr * SIZE_OF_ADAMW * sqrt(largest))
         change.add_(memory, alpha=lr * group["weight_decay"])
         memory.sub_(change if skipped is None else torch.where(skipped.to(memory.device) > 0, 0.0, change))

@@ -197,6 +197,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.step()
         for shard in taken:
             shard.grad = None
+        self.gather()
+        return loss
+
+    def gather(self) -> None:
+        """This rank's pieces have new values: all ranks get them."""
         for bucket in self.buckets:
             bucket.put_back()
         for bucket in self.gather_order or self.buckets[::-1]:
@@ -204,7 +209,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 bucket.issue_gather()
         if not self.overlap_gather:
             self.wait_for_parameters()
-        return loss
 
     def wait_for_parameters(self) -> None:
         """Wait for the parameters that other ranks have updated in the last step."""
