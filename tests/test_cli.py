@@ -141,7 +141,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_verify_says_what_it_found() -> None:
-    done = lockstep("verify", "--strategies", "flat", "bucketed+topk", "--world-size", "2", "--steps", "2")
+    done = lockstep("verify", "--strategies", "bucketed+bf16", "bucketed+topk", "--world-size", "2", "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 passed" in done.stdout
 

@@ -50,6 +50,7 @@ def verified(world: World) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 def test_all_of_them_verify_with_every_data_engine() -> None:
     pytest.importorskip("transformers")
     assert on_ranks(verified, 2) == [{model: [] for model in THEM}] * 2

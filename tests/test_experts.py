@@ -433,6 +433,7 @@ SAID = (
 FLAGS = SAID.split()
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_ep_and_other_layouts(tmp_path: Path) -> None:
     rounds = [
         (1, [], ["single"]),
@@ -455,6 +456,7 @@ def test_what_capacity_drops_is_logged(tmp_path: Path) -> None:
     assert 0.5 <= logged["dropped_share"] < 1
 
 
+@pytest.mark.slow
 def test_text_from_experts_over_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What two ranks write is what one writes; a run that was trained with ep goes on without."""
     run = str(tmp_path / "run")

@@ -185,7 +185,7 @@ def test_each_rank_gets_its_regions_of_the_result(ranks: int) -> None:
     ("ranks", "strategies"),
     [
         (2, ["bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp", "single,tp=2:sequence", "zero3,ep=2"]),
-        (4, ["zero3,tp=2", "zero1,ep=2", "fsdp,tp=2:native"]),
+        pytest.param(4, ["zero3,tp=2", "zero1,ep=2", "fsdp,tp=2:native"], marks=pytest.mark.slow),
     ],
 )
 def test_every_engine_steps_as_one_process(ranks: int, strategies: list[str]) -> None:

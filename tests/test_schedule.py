@@ -19,7 +19,7 @@ def chunks_of(name: str, v: int) -> int:
     return v if name == "interleaved" else 2 if name == "zb-v" else 1
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 24), st.integers(1, 4))
 def test_every_pass_once_in_an_order_that_ends(name: str, p: int, m: int, v: int) -> None:
     if name == "interleaved":

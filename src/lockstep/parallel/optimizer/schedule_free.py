@@ -23,7 +23,9 @@ from lockstep.errors import UserError
 class ScheduleFreeAdamW(torch.optim.Optimizer):
     """Schedule-free AdamW (Defazio and others, 2024), in any loop and under any wrapper.
 
-    optimizer = lockstep.ScheduleFreeAdamW(model.parameters(), lr=2e-3)
+        optimizer = lockstep.ScheduleFreeAdamW(model.parameters(), lr=2e-3)
+
+    `evaluation_weight(parameter)` is what to evaluate; `lockstep train` and `lockstep export` take it.
     """
 
     takes_pieces = True
