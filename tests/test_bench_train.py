@@ -95,6 +95,10 @@ def test_the_formula_of_a_slow_network_where_the_model_is_cut() -> None:
     stages = timing(
         "single,pp=2:gpipe", [0.1] * 3, exposed_s=[0.05] * 3, traffic=[Traffic(8, 1e6, 0.0, {"pp": 1e6})] * 3
     )
+    experts = timing(
+        "bucketed,ep=2", [0.1] * 3, exposed_s=[0.0] * 3, traffic=[Traffic(9, 25e6, 0.0, {"ep": 12.5e6})] * 3
+    )
+    assert predicted_exposed_ms(experts, 1.0) == pytest.approx(100 + 100 - 200 / 3)  # tokens beside gradients
     # 50 ms of computation: a bubble of a quarter (4 micro-batches), of 8 ms on the wire one in four, else as here
     assert predicted_exposed_ms(stages, 1.0) == pytest.approx(50.0)
     assert predicted_exposed_ms(stages, 0.1) == pytest.approx(50.0)  # 30 ms that computation cannot hide, 12.5 idle

@@ -7,7 +7,8 @@
                     are in flight beside the next forward its third, has hidden what it can, and at least one collective
                     of mean size
     tp              forward's half; of backward's, what the products of the weights' gradients (a third) do not hide
-    cp              all of it: an upper bound, for a ring hides what its attention takes
+    cp, ep          all of it: an upper bound, for a ring hides what its attention takes, and shared experts or the other
+                    half of the tokens what they take; likewise the matrices of an optimizer
     pp              what the whole computation does not hide, and at least one micro-batch's, there and back; and the
                     bubble of the schedule's law
     exposed         their sum, and never less than the step waits for here; what it waits here for slower ranks, and in
@@ -66,10 +67,11 @@ def data_ms(timing: Timing, parallel: Parallel, gbit_per_s: float) -> float:
 
 def model_ms(timing: Timing, parallel: Parallel, gbit_per_s: float) -> float:
     """Along the axes that cut the model, that cannot be hidden."""
-    tensor, context, pipeline = (timing.axis_mb.get(axis, 0.0) * 8 / gbit_per_s for axis in ("tp", "cp", "pp"))
+    tensor, pipeline = (timing.axis_mb.get(axis, 0.0) * 8 / gbit_per_s for axis in ("tp", "pp"))
+    waited_for = sum(timing.axis_mb.values()) * 8 / gbit_per_s - tensor - pipeline
     hidden = 0.0 if "tp" in parallel.native else min(tensor / 2, WEIGHTS_SHARE * timing.compute_ms)
     one = pipeline / micro_batches_of(parallel, timing.accumulation)
-    return tensor - hidden + context + max(pipeline - timing.compute_ms, one)
+    return tensor - hidden + waited_for + max(pipeline - timing.compute_ms, one)
 
 
 def predicted_shares(timing: Timing) -> dict[str, float]:

@@ -26,10 +26,10 @@ AVERAGE = "average"
 class WeightAverage:
     """An exponential moving average of the weights that an optimizer steps.
 
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         average = lockstep.WeightAverage(optimizer, decay=0.999)
-        ...
         with average.applied():
-            evaluate(model)
+            outputs = model(inputs)  # of the average; outside, of the weights as they are
 
     As torch.optim.swa_utils.AveragedModel with `get_ema_multi_avg_fn`, where ranks hold any part of the weights.
     """
