@@ -213,6 +213,28 @@ def begin_averaging(world: World, folder: Path) -> list[float]:
     return [run.test_loss for run in runs]
 
 
+def other_optimizers(world: World, folder: Path) -> list[str]:
+    """What is said when a run goes on with an optimizer whose state has only some of the same names."""
+    said = []
+    for name, first, second in (
+        ("to_free", {}, {"optimizer": "schedule_free", "schedule": "constant"}),
+        ("from_muon", {"optimizer": "muon"}, {}),
+    ):
+        train(world, config("zero1", **first), folder / name, quiet=True)
+        saved = folder / name / "checkpoints" / "step-00000003"
+        try:
+            train(world, config("zero1", **second), folder / f"{name}_2", quiet=True, resume=saved)
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_run_does_not_go_on_with_another_optimizers_state(tmp_path: Path) -> None:
+    for said in on_ranks(other_optimizers, 2, tmp_path, timeout=120):
+        assert len(said) == 2
+        assert all("use the same train.optimizer" in line for line in said)
+
+
 def in_a_plain_loop(world: World, kind: str) -> float:
     """How far the averages of a user's loop are from torch's."""
     torch.manual_seed(0)

@@ -7,8 +7,8 @@
                     are in flight beside the next forward its third, has hidden what it can, and at least one collective
                     of mean size
     tp              forward's half; of backward's, what the products of the weights' gradients (a third) do not hide
-    cp, ep          all of it: an upper bound, for a ring hides what its attention takes, and shared experts or the other
-                    half of the tokens what they take; likewise the matrices of an optimizer
+    cp, ep          all of it: an upper bound, for a ring hides what its attention takes, and tokens of experts what
+                    shared experts, or the other half of the tokens, take; likewise the matrices of an optimizer
     pp              what the whole computation does not hide, and at least one micro-batch's, there and back; and the
                     bubble of the schedule's law
     exposed         their sum, and never less than the step waits for here; what it waits here for slower ranks, and in

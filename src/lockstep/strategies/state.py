@@ -8,6 +8,7 @@ A value is a whole tensor where every rank has all of it, or a `Held`: local mem
 any engine can load what another has saved.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -235,7 +236,24 @@ def wanted_leaves(mine: dict[str, Leaf], saved: set[str]) -> dict[str, Leaf]:
         missing = sorted(ours - theirs) if kind == "model" or not ours & theirs else []
         if missing and (kind == "model" or theirs):
             raise UserError(f"the checkpoint has no {missing[0]} (and {len(missing) - 1} more are missing); {hint}")
+    saved_keys = optimizer_keys(saved)
+    for name, keys in optimizer_keys(mine).items():
+        if keys - saved_keys.get(name, keys) - {AVERAGE}:
+            raise UserError(
+                f"the checkpoint has other state for {name} ({', '.join(sorted(saved_keys[name]))}) than this "
+                f"optimizer ({', '.join(sorted(keys))}); use the same train.optimizer"
+            )
     return {key: leaf for key, leaf in mine.items() if key in saved}
+
+
+def optimizer_keys(names: Iterable[str]) -> dict[str, set[str]]:
+    """Of each parameter, the keys of its state."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        if name.startswith("optimizer."):
+            parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+            found.setdefault(parameter, set()).add(key)
+    return found
 
 
 def copy_leaf(mine: Leaf, theirs: Leaf) -> None:
