@@ -235,6 +235,129 @@ def test_a_run_does_not_go_on_with_another_optimizers_state(tmp_path: Path) -> N
         assert all("use the same train.optimizer" in line for line in said)
 
 
+def test_a_run_goes_on_with_another_beta1_from_the_same_average() -> None:
+    parameter = nn.Parameter(torch.randn(5, dtype=torch.float64))
+    optimizer = lockstep.ScheduleFreeAdamW([parameter], lr=0.05, betas=(0.9, 0.95))
+    for _ in range(3):
+        parameter.grad = torch.randn(5, dtype=torch.float64)
+        optimizer.step()
+    before = optimizer.evaluation_weight(parameter)
+    optimizer.param_groups[0]["betas"] = (0.6, 0.95)
+    assert before is not None
+    assert torch.equal(before, optimizer.evaluation_weight(parameter))  # type: ignore[arg-type]
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    share = 0.05**2 / (4 * 0.05**2)  # of the step without a rate, by the largest
+    z = optimizer.state[parameter]["z"]
+    assert torch.allclose(optimizer.evaluation_weight(parameter), before.lerp(z, share), atol=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lockstep.Muon])
+def test_an_average_takes_each_step_once_and_is_saved_with_its_state(make: type[torch.optim.Optimizer]) -> None:
+    """Also of an optimizer whose base class is hooked already; and not of what is frozen."""
+    torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    layer = nn.Linear(4, 4)
+    layer.bias.requires_grad_(False)
+    optimizer = make(layer.parameters(), lr=0.1)  # type: ignore[call-arg]
+    average = lockstep.WeightAverage(optimizer, 0.5)
+    expected = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        layer(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+        expected.update_parameters(layer)
+    with average.applied():
+        assert torch.allclose(layer.weight, expected.module.weight, atol=1e-7)
+    assert set(average.tensors) == {layer.weight}
+    other = nn.Linear(4, 4)
+    other.load_state_dict(layer.state_dict())
+    again = make(other.parameters(), lr=0.1)  # type: ignore[call-arg]
+    again.load_state_dict(optimizer.state_dict())
+    loaded = lockstep.WeightAverage(again, 0.9)
+    loaded.load_state_dict(average.state_dict())
+    assert loaded.decay == 0.5
+    assert torch.equal(loaded.tensors[other.weight], average.tensors[layer.weight])
+
+
+def test_an_average_of_narrow_weights_moves() -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    average = lockstep.WeightAverage(optimizer, 0.999)
+    for step in range(500):
+        parameter.grad = torch.full_like(parameter, -1.0) if step == 1 else None
+        optimizer.step()
+    with average.applied():
+        assert 1.15 < float(parameter.detach()[0]) < 1.25
+    assert float(parameter.detach()[0]) == 1.5
+
+
+def interrupted(world: World) -> list[str]:
+    """Rank 1 fails while all have the average: it raises its own error, and nobody goes on with half of the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    wrapped = lockstep.ShardedDataParallel(model, optimizer, stage=1)
+    average = lockstep.WeightAverage(optimizer, 0.5)
+    said = []
+    for _ in range(2):
+        wrapped(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    try:
+        with average.applied():
+            raise ValueError(f"rank {world.rank}")
+    except ValueError as error:
+        said.append(str(error))
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        said.append(str(error)[:31])
+    return said
+
+
+def test_an_exception_while_the_average_is_in_place() -> None:
+    assert on_ranks(interrupted, 2, timeout=60) == [[f"rank {r}", "an exception has ended an evalu"] for r in range(2)]
+
+
+class Unused(nn.Module):
+    """One layer is never used, one is frozen."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.used, self.unused, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.frozen(self.used(x))
+        return y
+
+
+def saved_and_loaded(world: World, folder: Path) -> list[float]:
+    """What a model gives with its average, before it is saved and after another has loaded it."""
+    found = []
+    inputs = torch.arange(8.0).view(2, 4)
+    for seed in (0, 1):
+        model = Unused(seed)
+        wrapped = lockstep.DataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        average = lockstep.WeightAverage(optimizer, 0.5)
+        if seed == 0:
+            for _ in range(3):
+                optimizer.zero_grad()
+                wrapped(inputs).square().mean().backward()
+                optimizer.step()
+            lockstep.save(folder, wrapped, optimizer, step=3)
+        else:
+            lockstep.load(folder, wrapped, optimizer)
+        with torch.no_grad(), average.applied():
+            found.append(float(wrapped(inputs).sum() + model.unused(inputs).sum()))
+    return found
+
+
+def test_what_is_unused_or_frozen_is_loaded_too(tmp_path: Path) -> None:
+    for before, after in on_ranks(saved_and_loaded, 2, tmp_path, timeout=60):
+        assert before == after
+
+
 def in_a_plain_loop(world: World, kind: str) -> float:
     """How far the averages of a user's loop are from torch's."""
     torch.manual_seed(0)

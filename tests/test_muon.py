@@ -1,5 +1,6 @@
 """Muon: its mathematics against torch's, whole matrices out of regions, and every engine against one process."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -99,6 +100,27 @@ def test_a_kernel_of_a_convolution_is_a_row(kernel: nn.Module) -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert torch.equal(weight.reshape(5, -1), flat)
+
+
+def test_it_is_copied_loaded_and_unscaled() -> None:
+    layer = nn.Linear(6, 5)
+    optimizer = Muon(layer.parameters(), lr=0.1)
+    layer(torch.randn(3, 6)).sum().backward()
+    optimizer.step()
+    again = Muon(layer.parameters(), lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    assert torch.equal(again.state[layer.weight]["momentum_buffer"], optimizer.state[layer.weight]["momentum_buffer"])
+    copied_layer, copied = copy.deepcopy((layer, optimizer))
+    copied_layer.weight.grad = torch.ones(5, 6)
+    copied.step()
+    again.load_state_dict(torch.optim.AdamW(layer.parameters()).state_dict())
+    again.step()
+    assert not getattr(Muon(layer.parameters(), fused=None), "_step_supports_amp_scaling", False)
+    with pytest.raises(UserError, match="before, or make another"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    empty = nn.Parameter(torch.zeros(0, 4))
+    empty.grad = torch.zeros(0, 4)
+    Muon([empty], lr=0.1).step()
 
 
 def test_a_skipped_step_changes_nothing() -> None:

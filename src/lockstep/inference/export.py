@@ -90,13 +90,12 @@ def load_model(source: Path, consent: Consent | None = None) -> tuple[nn.Module,
         model = prepared_model(config, spec)
         if wanted := frozen_weights(config):
             check_same_course(manifest.read_run(weights), wanted, weights)
-        free = config.train.betas[0] if config.train.optimizer == "schedule_free" else None
-        fill(model, weights, adapters_only=config.lora.rank > 0, free=free)
+        fill(model, weights, adapters_only=config.lora.rank > 0)
     return merge_lora(model), config, spec
 
 
 @torch.no_grad()
-def fill(model: nn.Module, checkpoint: Path, adapters_only: bool, free: float | None = None) -> None:
+def fill(model: nn.Module, checkpoint: Path, adapters_only: bool) -> None:
     """Read the weights of a checkpoint into a plain model, under whatever layout it was saved: those that are
     evaluated, where the optimizer averages weights.
     """
@@ -110,12 +109,14 @@ def fill(model: nn.Module, checkpoint: Path, adapters_only: bool, free: float | 
         raise UserError(f"{checkpoint} has no {missing[0]}: it is of another model than its run's config.yaml")
     state = {name: tensor for name, tensor in wanted.items() if name in saved}
     read_into(state, checkpoint)
-    if free is not None:
-        trained = {n: p for n, p in model.named_parameters() if f"optimizer.{n}.z" in saved}
-        others = {f"optimizer.{n}.z": torch.empty_like(p) for n, p in trained.items()}
+    free = {n: p for n, p in model.named_parameters() if f"optimizer.{n}.beta1" in saved}  # of schedule-free AdamW
+    if free:
+        others = {f"optimizer.{n}.z": torch.empty_like(p) for n, p in free.items()}
+        others |= {f"optimizer.{n}.beta1": torch.zeros((), dtype=torch.float64) for n in free}
         read_into(others, checkpoint)
-        for name, parameter in trained.items():
-            parameter.copy_(averaged(parameter, others[f"optimizer.{name}.z"], free))
+        for name, parameter in free.items():
+            z, beta1 = (others[f"optimizer.{name}.{key}"] for key in ("z", "beta1"))
+            parameter.copy_(averaged(parameter, z, float(beta1)))
 
 
 def export_weights(source: Path, target: Path, consent: Consent | None = None) -> int:

@@ -134,6 +134,7 @@ class ParallelModel:
             yield
             return
         self.settle()
+        self.worker.wait_for_copies()  # a save may still be reading the weights
         with evaluation_weights(optimizer, self._after_write):
             yield
 

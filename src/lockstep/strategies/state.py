@@ -93,7 +93,15 @@ class RegionState:
 
     def to_load(self, saved: set[str]) -> dict[str, Leaf]:
         initialize_state(self.engine.local_optimizer)
-        return wanted_leaves(self.state_dict(), saved)
+        refused, wanted = "", dict[str, Leaf]()
+        try:
+            wanted = wanted_leaves(self.state_dict(), saved)
+        except UserError as error:
+            refused = str(error)
+        for said in all_gather_objects(refused, self.engine.layout.norm):  # ranks hold different parameters
+            if said:
+                raise UserError(said)
+        return wanted
 
     def load(self, state: dict[str, Leaf]) -> None:
         optimizer = self.engine.local_optimizer
@@ -231,16 +239,18 @@ def forget_unsaved(optimizer: torch.optim.Optimizer, trained: dict[str, Held], s
 def wanted_leaves(mine: dict[str, Leaf], saved: set[str]) -> dict[str, Leaf]:
     """What to read of a checkpoint that holds `saved`; refused if that is another model's or another optimizer's."""
     for kind, hint in (("model", "build the same model"), ("optimizer", "use the same train.optimizer")):
-        ours = {key for key in mine if key.startswith(f"{kind}.")}
-        theirs = {key for key in saved if key.startswith(f"{kind}.")}
+        ours, theirs = (
+            {key for key in names if key.startswith(f"{kind}.") and not key.endswith(f".{AVERAGE}")}
+            for names in (mine, saved)
+        )
         missing = sorted(ours - theirs) if kind == "model" or not ours & theirs else []
         if missing and (kind == "model" or theirs):
             raise UserError(f"the checkpoint has no {missing[0]} (and {len(missing) - 1} more are missing); {hint}")
     saved_keys = optimizer_keys(saved)
     for name, keys in optimizer_keys(mine).items():
-        if keys - saved_keys.get(name, keys) - {AVERAGE}:
+        if (known := saved_keys.get(name, set()) - {AVERAGE}) and keys - known - {AVERAGE}:
             raise UserError(
-                f"the checkpoint has other state for {name} ({', '.join(sorted(saved_keys[name]))}) than this "
+                f"the checkpoint has other state for {name} ({', '.join(sorted(known))}) than this "
                 f"optimizer ({', '.join(sorted(keys))}); use the same train.optimizer"
             )
     return {key: leaf for key, leaf in mine.items() if key in saved}

@@ -45,24 +45,53 @@ class WeightAverage:
         self.tensors: dict[nn.Parameter, Tensor] = {}
         self.paused = False
         """A step only makes the tensors that there are not yet."""
+        self.interrupted = False
+        """An exception has ended `applied` where other ranks hold parts of the weights."""
         local.weight_average = self
         self.local.register_step_post_hook(self._after_step)
+        self.local.register_step_pre_hook(self._before_step)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         toward = 1.0 - self.decay
         skipped: Tensor | None = getattr(self.local, "found_inf", None)  # a fused optimizer has left the weights alone
-        for group in self.local.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self.tensors:
-                    self.tensors[parameter] = parameter.detach().clone()
-                elif self.paused:
-                    continue
-                elif skipped is None:
-                    self.tensors[parameter].lerp_(parameter.detach(), toward)
-                else:
-                    difference = parameter.detach() - self.tensors[parameter]
-                    self.tensors[parameter].add_(difference * (toward * (1.0 - skipped)).to(difference.dtype))
+        for parameter in parameters_of(self.local):
+            if not parameter.requires_grad:
+                continue
+            weights = parameter.detach()
+            if weights.dtype in (torch.bfloat16, torch.float16):
+                weights = weights.float()  # too narrow for small differences to add up
+            if parameter not in self.tensors:
+                self.tensors[parameter] = weights.clone()
+            elif self.paused:
+                continue
+            elif skipped is None:
+                self.tensors[parameter].lerp_(weights, toward)
+            else:
+                difference = weights - self.tensors[parameter]
+                self.tensors[parameter].add_(difference * (toward * (1.0 - skipped)).to(difference.dtype))
+
+    def _before_step(self, *_: Any) -> None:
+        if self.interrupted:
+            raise RuntimeError(
+                "an exception has ended an evaluation of averaged weights, and other ranks' parts of the weights are "
+                "averages still; load a checkpoint, or end the run"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has of the average, in the order of the optimizer's parameters."""
+        return {"decay": self.decay, "average": [self.tensors.get(p) for p in parameters_of(self.local)]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parameters = list(parameters_of(self.local))
+        if len(parameters) != len(state_dict["average"]):
+            raise UserError(
+                f"the average is of {len(state_dict['average'])} parameters, and the optimizer has {len(parameters)}"
+            )
+        self.decay = state_dict["decay"]
+        found = zip(parameters, state_dict["average"], strict=True)
+        self.tensors = {p: t.detach().to(p.device, copy=True) for p, t in found if t is not None}
 
     @contextmanager
     def applied(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -83,8 +112,12 @@ class WeightAverage:
 
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.wait_for_parameters()
-        with evaluation_weights(self.local, written):
-            yield
+        try:
+            with evaluation_weights(self.local, written):
+                yield
+        except BaseException:
+            self.interrupted = isinstance(self.optimizer, ShardedOptimizer)
+            raise
 
 
 def average_of(optimizer: torch.optim.Optimizer) -> WeightAverage | None:
@@ -103,18 +136,28 @@ def evaluation_weights(optimizer: Any, written: Callable[[], None]) -> Iterator[
     """Inside, what this rank steps has its average for a value. `written`: called after each change of the weights."""
     kept: list[tuple[nn.Parameter, Tensor]] = []
     average = average_of(optimizer)
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for parameter, value in kept:
+            parameter.copy_(value)
+
+    try:
+        with torch.no_grad():
+            for parameter in parameters_of(optimizer):
                 found = optimizer.evaluation_weight(parameter) if average is None else average.tensors.get(parameter)
                 if found is not None:
                     kept.append((parameter, parameter.detach().clone()))
                     parameter.copy_(found)
-    written()
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in kept:
-                parameter.copy_(value)
         written()
+        yield
+    except BaseException:
+        put_back()  # and nothing is sent: other ranks may not be here
+        raise
+    put_back()
+    written()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -251,7 +251,7 @@ def apply_by_shape(matrices: list[Matrix], wholes: dict[int, Tensor], function: 
     for matrix in matrices:
         alike.setdefault(matrix.shape, []).append(matrix)
     for (rows, columns), some in alike.items():
-        count = max(1, AT_ONCE // (rows * columns))
+        count = max(1, AT_ONCE // max(1, rows * columns))
         for start in range(0, len(some), count):
             batch = some[start : start + count]
             found = function(torch.stack([wholes[id(m)].reshape(rows, columns) for m in batch]))

@@ -36,6 +36,13 @@ SIZE_OF_ADAMW = 0.2
 """Root mean square of AdamW's usual update."""
 
 
+def without_hooks(step: Any) -> Any:
+    """torch replaces a class's `step` by one that runs hooks, when the first optimizer of the class is made."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
+
+
 class Muon(torch.optim.AdamW):
     """Muon for the matrices of a model's blocks, AdamW for the rest.
 
@@ -61,13 +68,32 @@ class Muon(torch.optim.AdamW):
         """`momentum`: Muon's. `betas`, `eps`: AdamW's."""
         if not 0 <= momentum < 1:
             raise UserError(f"momentum is {momentum}, but it must be at least 0 and less than 1")
-        super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
-        self.defaults["momentum"] = momentum
-        for group in self.param_groups:
-            group.setdefault("momentum", momentum)
         self._matrices: dict[nn.Parameter, str] | None = None
         """Parameters that are matrices, or regions of some -> their names."""
         self._whole: WholeMatrices | None = None
+        super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
+        self._step_supports_amp_scaling = False  # a gradient scaler unscales before: momentum must not have its scale
+        self.defaults["momentum"] = momentum
+        for group in self.param_groups:
+            group.setdefault("momentum", momentum)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As loaded, copied or unpickled. AdamW's own would look for its steps where only matrices' momentum is."""
+        torch.optim.Optimizer.__setstate__(self, state)
+        self.__dict__.setdefault("_matrices", None)
+        self.__dict__.setdefault("_whole", None)
+        self._step_supports_amp_scaling = False
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every optimizer's, before the first step and `assign`: these find the matrices."""
+        if self._whole is not None:
+            raise UserError("Muon knows its matrices by now; give it all parameters before, or make another optimizer")
+        super().add_param_group(param_group)
+        if "momentum" in self.defaults:
+            self.param_groups[-1].setdefault("momentum", self.defaults["momentum"])
 
     def assign(self, model: nn.Module, process_group: GroupLike = None) -> "Muon":
         """The model, or what it is wrapped in; every rank of the group calls it."""
@@ -111,7 +137,7 @@ class Muon(torch.optim.AdamW):
                 loss = closure()
         whole = self.whole_matrices
         with self._without_matrices() as gradients:
-            super().step()
+            without_hooks(torch.optim.AdamW.step)(self)  # this optimizer's hooks run around this step, once
         skipped: Tensor | None = getattr(self, "found_inf", None)  # as a fused AdamW takes it: 1.0, on the device
         updates: dict[str, Tensor] = {}
         for group, parameter in self._of_groups():

@@ -60,7 +60,11 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         state = self.state[y]
         if not state:
             state["z"], state["exp_avg_sq"] = y.detach().clone(), torch.zeros_like(y)
-            state.update({key: torch.zeros((), dtype=torch.float64) for key in ("step", "weight_sum", "largest_lr")})
+            for key in ("step", "weight_sum", "largest_lr", "beta1"):
+                state[key] = torch.full((), beta1 if key == "beta1" else 0.0, dtype=torch.float64)
+        elif float(state["beta1"]) != beta1:  # a run goes on with another: y moves, and the average stays
+            y.copy_(state["z"].lerp(averaged(y, state["z"], float(state["beta1"])), beta1))
+            state["beta1"].fill_(beta1)
         state["step"] += 1
         state["largest_lr"].clamp_(min=rate)
         weight = float(state["largest_lr"]) ** 2
@@ -78,8 +82,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         state = self.state.get(parameter)
         if not state:
             return None
-        beta1 = next(g["betas"][0] for g in self.param_groups if any(p is parameter for p in g["params"]))
-        return averaged(parameter.detach(), state["z"], beta1)
+        return averaged(parameter.detach(), state["z"], float(state["beta1"]))
 
 
 def averaged(y: Tensor, z: Tensor, beta1: float) -> Tensor:
