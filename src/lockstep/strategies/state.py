@@ -248,7 +248,8 @@ def wanted_leaves(mine: dict[str, Leaf], saved: set[str]) -> dict[str, Leaf]:
             raise UserError(f"the checkpoint has no {missing[0]} (and {len(missing) - 1} more are missing); {hint}")
     saved_keys = optimizer_keys(saved)
     for name, keys in optimizer_keys(mine).items():
-        if (known := saved_keys.get(name, set()) - {AVERAGE}) and keys - known - {AVERAGE}:
+        known = saved_keys.get(name, set()) - {AVERAGE}
+        if known and keys - known - {AVERAGE, "step"}:  # some fused optimizers count their steps elsewhere
             raise UserError(
                 f"the checkpoint has other state for {name} ({', '.join(sorted(known))}) than this "
                 f"optimizer ({', '.join(sorted(keys))}); use the same train.optimizer"
