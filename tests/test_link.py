@@ -74,24 +74,25 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_namespaces
 def test_the_shaped_rate_shows_between_nodes_and_not_inside(tmp_path: Path) -> None:
     """Every pair within a tenth of the rate. A machine that is busy with something else can make a pair slower for a
-    moment, and none faster: what counts is each pair's best of up to three runs.
+    moment, and none faster: what counts is the best of up to three runs.
     """
     before = network()
-    rate, best = 200e6 / 8, dict.fromkeys(((0, 2), (0, 3), (1, 2), (1, 3)), 0.0)
+    rate, across, inside = 200e6 / 8, ((0, 2), (0, 3), (1, 2), (1, 3)), ((0, 1), (2, 3))
+    best, of_all = dict.fromkeys((*across, *inside), 0.0), 0.0
     for _ in range(3):
         found = shaped_run(tmp_path / "comm.json")
         pairs = found["pairs"]["bandwidth_bytes_per_s"]
-        for a, b in best:
-            assert pairs[a][b] < 1.1 * rate
-            best[a, b] = max(best[a, b], pairs[a][b])
-        assert pairs[0][1] > 3 * rate
-        assert pairs[2][3] > 3 * rate
         (row,) = found["rows"]
         assert row["wrong"] == 0
-        assert 0.85 * rate < row["busbw_gbps"] * 1e9 < 1.1 * rate
-        if min(best.values()) > 0.9 * rate:
+        assert row["busbw_gbps"] * 1e9 < 1.1 * rate
+        assert all(pairs[a][b] < 1.1 * rate for a, b in across)
+        best = {(a, b): max(known, pairs[a][b]) for (a, b), known in best.items()}
+        of_all = max(of_all, row["busbw_gbps"] * 1e9)
+        slowest = min(best[pair] for pair in across)
+        if slowest > 0.9 * rate and min(best[pair] for pair in inside) > 3 * rate and of_all > 0.85 * rate:
             break
-    assert min(best.values()) > 0.9 * rate, best
+    else:
+        raise AssertionError(f"of {rate:,.0f} bytes/s: {best}, all-reduce {of_all:,.0f}")
     assert network() == before
 
 
