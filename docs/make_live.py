@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.algorithms import ALGORITHMS
-from lockstep.models.experts import MixtureOfExperts, sorted_by_expert
+from lockstep.models.experts import MixtureOfExperts
+from lockstep.models.sorted_choices import sorted_by_expert
 from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.parallel.pipeline.schedule import pipeline_schedule, placement_of
 from lockstep.parallel.pipeline.timetable import Costs, timetable

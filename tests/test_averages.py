@@ -1,5 +1,5 @@
-"""Averages of the weights, clipping by value and schedule-free AdamW: against torch or plain arithmetic in one process,
-under every engine; in checkpoints, evaluation, export and a user's loop.
+"""Averages of the weights, and clipping by value: against torch in one process, under every engine; in checkpoints,
+evaluation, export and a user's loop.
 """
 
 from dataclasses import replace
@@ -23,7 +23,6 @@ from lockstep.strategies import Options, make_layout, parallelize, strategy_name
 from lockstep.strategies.combining import check_optimizer
 from lockstep.training.evaluate import evaluate
 from lockstep.training.loop import train
-from lockstep.verify import Request, verify
 from lockstep.verify.scenarios import Scenario
 from tests.ranks import on_ranks
 
@@ -103,43 +102,6 @@ def test_averages_are_those_of_one_process(ranks: int, names: list[str], clip_va
 def test_the_limit_of_elements_matters() -> None:
     clipped, plain = one_process(LIMIT)[0], one_process(None)[0]
     assert any(float((clipped[n] - plain[n]).abs().max()) > 1e-4 for n in plain)
-
-
-# ---- schedule-free ---------------------------------------------------------------------------------------------------
-
-
-def test_schedule_free_is_its_three_sequences() -> None:
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.randn(7, dtype=torch.float64))
-    rates, beta1, beta2, decay = (0.01, 0.03, 0.02, 0.02), 0.9, 0.95, 0.1
-    optimizer = lockstep.ScheduleFreeAdamW([parameter], lr=1.0, betas=(beta1, beta2), weight_decay=decay)
-    z, x, v, total, largest = parameter.detach().clone(), parameter.detach().clone(), torch.zeros(7), 0.0, 0.0
-    assert optimizer.evaluation_weight(parameter) is None
-    for step, rate in enumerate(rates, 1):
-        y = (1 - beta1) * z + beta1 * x
-        assert torch.allclose(parameter, y, atol=1e-13)
-        gradient = torch.randn(7, dtype=torch.float64)
-        v = beta2 * v + (1 - beta2) * gradient**2
-        z = z - rate * (gradient / ((v / (1 - beta2**step)).sqrt() + 1e-8) + decay * y)
-        largest = max(largest, rate)
-        total += largest**2
-        x = (1 - largest**2 / total) * x + largest**2 / total * z
-        parameter.grad = gradient
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        found = optimizer.evaluation_weight(parameter)
-        assert found is not None
-        assert torch.allclose(found, x, atol=1e-13)
-
-
-def verified(world: World, names: list[str]) -> list[tuple[str, list[str]]]:
-    request = Request(names, optimizer="schedule_free", only_values=True)
-    return [(verdict.strategy, verdict.failures) for verdict in verify(world, request)]
-
-
-def test_schedule_free_equals_one_process() -> None:
-    """Weights, and the evaluation of their average, after every second step."""
-    assert all(not failures for _, failures in on_ranks(verified, 2, AT_2[1:9], timeout=240)[0])
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
@@ -235,23 +197,6 @@ def test_a_run_does_not_go_on_with_another_optimizers_state(tmp_path: Path) -> N
         assert all("use the same train.optimizer" in line for line in said)
 
 
-def test_a_run_goes_on_with_another_beta1_from_the_same_average() -> None:
-    parameter = nn.Parameter(torch.randn(5, dtype=torch.float64))
-    optimizer = lockstep.ScheduleFreeAdamW([parameter], lr=0.05, betas=(0.9, 0.95))
-    for _ in range(3):
-        parameter.grad = torch.randn(5, dtype=torch.float64)
-        optimizer.step()
-    before = optimizer.evaluation_weight(parameter)
-    optimizer.param_groups[0]["betas"] = (0.6, 0.95)
-    assert before is not None
-    assert torch.equal(before, optimizer.evaluation_weight(parameter))  # type: ignore[arg-type]
-    optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.step()
-    share = 0.05**2 / (4 * 0.05**2)  # of the step without a rate, by the largest
-    z = optimizer.state[parameter]["z"]
-    assert torch.allclose(optimizer.evaluation_weight(parameter), before.lerp(z, share), atol=1e-12)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lockstep.Muon])
 def test_an_average_takes_each_step_once_and_is_saved_with_its_state(make: type[torch.optim.Optimizer]) -> None:
     """Also of an optimizer whose base class is hooked already; and not of what is frozen."""
@@ -291,7 +236,7 @@ def test_an_average_of_narrow_weights_moves() -> None:
 
 
 def interrupted(world: World) -> list[str]:
-    """Rank 1 fails while all have the average: it raises its own error, and nobody goes on with half of the weights."""
+    """All ranks fail while the average is in place: each raises its own error, and none takes a step afterwards."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import lockstep
 from lockstep.layout.world import World
-from lockstep.models import experts
+from lockstep.models import sorted_choices
 from lockstep.models.grouped import (
     Counts,
     forward_product,
@@ -62,18 +61,18 @@ def test_kernels_are_plain_pytorch(width: int, active: int) -> None:
     count = 37
     places = torch.randperm(count * active, device="cuda")
     order = torch.empty_like(places).scatter_(0, places, torch.arange(count * active, device="cuda"))
-    choices = experts.Sorted(order, places, torch.zeros(1, device="cuda"))
+    choices = sorted_choices.Sorted(order, places, torch.zeros(1, device="cuda"))
     rows = torch.randn(count * active, width, device="cuda", requires_grad=True)
     weights = torch.rand(count, active, device="cuda", requires_grad=True)
     upstream = torch.randn(count, width, device="cuda")
     plain = (rows[places].view(count, active, width) * weights[..., None]).sum(1)
     expected = torch.autograd.grad(plain, [rows, weights], upstream)
-    ours = experts.combined(rows, weights, choices)
+    ours = sorted_choices.combined(rows, weights, choices)
     torch.testing.assert_close(ours, plain)
     for one, other in zip(torch.autograd.grad(ours, [rows, weights], upstream), expected, strict=True):
         torch.testing.assert_close(one, other)
     given = torch.randn(count, width, device="cuda", requires_grad=True)
-    spread: Tensor = experts._Spread.apply(given, choices, active)
+    spread = sorted_choices.spread(given, choices, active)
     (got,) = torch.autograd.grad(spread, given, rows.detach())
     torch.testing.assert_close(got, rows.detach()[places].view(count, active, width).sum(1))
     both = torch.randn(count, 2 * width, device="cuda", requires_grad=True)

@@ -217,7 +217,7 @@ def test_every_engine_steps_as_one_process(ranks: int, strategies: list[str]) ->
 
 
 def loop(world: World) -> None:
-    """Somebody's own: the wrappers, and ranks that hold pieces."""
+    """A user's loop: the wrappers, and ranks that hold pieces."""
     tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(5))
     alone = small_gpt()
     reference = lockstep.Muon(alone.parameters(), lr=0.01).assign(alone)

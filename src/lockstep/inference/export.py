@@ -109,14 +109,19 @@ def fill(model: nn.Module, checkpoint: Path, adapters_only: bool) -> None:
         raise UserError(f"{checkpoint} has no {missing[0]}: it is of another model than its run's config.yaml")
     state = {name: tensor for name, tensor in wanted.items() if name in saved}
     read_into(state, checkpoint)
-    free = {n: p for n, p in model.named_parameters() if f"optimizer.{n}.beta1" in saved}  # of schedule-free AdamW
-    if free:
-        others = {f"optimizer.{n}.z": torch.empty_like(p) for n, p in free.items()}
-        others |= {f"optimizer.{n}.beta1": torch.zeros((), dtype=torch.float64) for n in free}
-        read_into(others, checkpoint)
-        for name, parameter in free.items():
-            z, beta1 = (others[f"optimizer.{name}.{key}"] for key in ("z", "beta1"))
-            parameter.copy_(averaged(parameter, z, float(beta1)))
+    take_schedule_free_average({n: p for n, p in model.named_parameters() if f"optimizer.{n}.z" in saved}, checkpoint)
+
+
+@torch.no_grad()
+def take_schedule_free_average(trained: dict[str, nn.Parameter], checkpoint: Path) -> None:
+    """Schedule-free AdamW keeps no average: it follows from the weights and from one more sequence of them."""
+    state = {f"optimizer.{n}.z": torch.empty_like(p) for n, p in trained.items()}
+    state |= {f"optimizer.{n}.beta1": torch.zeros((), dtype=torch.float64) for n in trained}
+    if state:
+        read_into(state, checkpoint)
+    for name, parameter in trained.items():
+        z, beta1 = (state[f"optimizer.{name}.{key}"] for key in ("z", "beta1"))
+        parameter.copy_(averaged(parameter, z, float(beta1)))
 
 
 def export_weights(source: Path, target: Path, consent: Consent | None = None) -> int:

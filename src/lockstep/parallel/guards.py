@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import UserError
 from lockstep.layout.group import ALONE, replicas_of
+from lockstep.parallel.optimizer.step import parameters_of
 
 WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 """Their update of an element depends on other elements."""
@@ -112,7 +113,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Runs before the step of every optimizer in the process."""
     if not needs_whole_tensors(optimizer):
         return
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    for parameter in parameters_of(optimizer):
         if getattr(parameter, "is_piece", False):
             raise UserError(
                 f"{type(optimizer).__name__} looks at more than one element at a time, and {spread_by(parameter)} has "

@@ -15,8 +15,9 @@ from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.layout.group import ALONE
-from lockstep.models.experts import Experts, MixtureOfExperts, inverse_of
+from lockstep.models.experts import Experts, MixtureOfExperts
 from lockstep.models.grouped import Counts
+from lockstep.models.sorted_choices import inverse_of
 from lockstep.parallel.experts.expert_parallel import ExpertRanks
 
 

@@ -21,7 +21,8 @@ from lockstep.layout import Box, Group, Held, Region
 from lockstep.layout.region import local
 from lockstep.parallel.counting import count_once
 from lockstep.parallel.data.wrapper import broadcast_buffers
-from lockstep.parallel.optimizer.average import AVERAGE, average_of
+from lockstep.parallel.optimizer.average import AVERAGE, average_of, only_beginning
+from lockstep.parallel.optimizer.step import parameters_of
 
 Leaf = Any
 """Held, Tensor, or, under own., a nest of plain values and tensors."""
@@ -204,19 +205,15 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
 
     With a rate of 0 and gradients of 0 a step changes nothing but the state, which is then overwritten.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
     before = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = None if optimizer.state.get(parameter) else torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    average = average_of(optimizer)
-    if average is not None:
-        average.paused = True
-    optimizer.step()
-    if average is not None:
-        average.paused = False
+    with only_beginning(optimizer):
+        optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for parameter, gradient in zip(parameters, before, strict=True):

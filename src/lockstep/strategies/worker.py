@@ -26,6 +26,7 @@ from lockstep.data import Batch, Inputs, called_with
 from lockstep.models.loss import ignored_index, with_correct_count
 from lockstep.parallel.context.context_parallel import shard_sequence
 from lockstep.parallel.gradient_norm import Gradients
+from lockstep.parallel.optimizer.step import parameters_of
 from lockstep.parallel.pipeline.schedule import Instruction, one_stage
 from lockstep.strategies.compiling import compiled
 from lockstep.strategies.engine import Engine
@@ -271,7 +272,7 @@ class Worker:
         if self._fused is None:
             optimizer = self.engine.local_optimizer
             mine = isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults.get("fused"))
-            tensors = any(p.numel() for group in optimizer.param_groups for p in group["params"])
+            tensors = any(p.numel() for p in parameters_of(optimizer))
             # Some ranks may hold nothing of a small model: these follow the others.
             votes = all_gather_objects(mine if tensors else None, self.layout.norm)
             self._fused = set(votes) - {None} == {True}

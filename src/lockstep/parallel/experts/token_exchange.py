@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from lockstep.comm.collectives import Pending, all_to_all_async
 from lockstep.comm.ledger import about
 from lockstep.layout.group import Group
-from lockstep.models.experts import Experts, inverse_of
+from lockstep.models.experts import Experts
 from lockstep.models.grouped import Counts
+from lockstep.models.sorted_choices import inverse_of
 
 PURPOSE = "activations"
 """What the ledger files rows under, along axis ep."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.parallel.optimizer.step import parameters_of
 from lockstep.parallel.zero.sharded_optimizer import ShardedOptimizer
 
 AVERAGE = "average"
@@ -43,7 +44,7 @@ class WeightAverage:
         if average_of(self.local) is not None or hasattr(self.local, "evaluation_weight"):
             raise UserError(f"{type(self.local).__name__} averages its weights already; leave one of both out")
         self.tensors: dict[nn.Parameter, Tensor] = {}
-        self.paused = False
+        self.only_begins = False
         """A step only makes the tensors that there are not yet."""
         self.interrupted = False
         """An exception has ended `applied` where other ranks hold parts of the weights."""
@@ -63,7 +64,7 @@ class WeightAverage:
                 weights = weights.float()  # too narrow for small differences to add up
             if parameter not in self.tensors:
                 self.tensors[parameter] = weights.clone()
-            elif self.paused:
+            elif self.only_begins:
                 continue
             elif skipped is None:
                 self.tensors[parameter].lerp_(weights, toward)
@@ -158,6 +159,14 @@ def evaluation_weights(optimizer: Any, written: Callable[[], None]) -> Iterator[
     written()
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+@contextmanager
+def only_beginning(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around a step that is there to make state, and moves nothing: an average that exists stays as it is."""
+    average = average_of(optimizer)
+    if average is not None:
+        average.only_begins = True
+    try:
+        yield
+    finally:
+        if average is not None:
+            average.only_begins = False

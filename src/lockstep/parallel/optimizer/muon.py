@@ -31,6 +31,7 @@ from lockstep.parallel.law import Sent
 from lockstep.parallel.optimizer.law import exchanged
 from lockstep.parallel.optimizer.matrices import WholeMatrices, rows_and_columns
 from lockstep.parallel.optimizer.orthogonal import compute_dtype, orthogonalized
+from lockstep.parallel.optimizer.step import loss_of, parameters_of
 
 SIZE_OF_ADAMW = 0.2
 """Root mean square of AdamW's usual update."""
@@ -104,7 +105,7 @@ class Muon(torch.optim.AdamW):
 
     def assign_held(self, held: dict[str, Held], kinds: dict[str, Kind], process_group: GroupLike = None) -> None:
         """`held`: what this rank has of each parameter that this optimizer steps; `kinds`: which are matrices."""
-        mine = {p for group in self.param_groups for p in group["params"]}
+        mine = set(parameters_of(self))
         found = {name: h for name, h in held.items() if name in kinds and h.parameter in mine}
         self._matrices = {h.parameter: name for name, h in found.items()}  # type: ignore[misc]
         stacks = {name for name, kind in kinds.items() if kind == "stack"}
@@ -118,7 +119,7 @@ class Muon(torch.optim.AdamW):
         return self._whole
 
     def _assign_by_shape(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = list(parameters_of(self))
         if (by := spread_by(parameters)) is not None or not all(region_of(p).is_whole for p in parameters):
             raise UserError(
                 f"Muon needs whole matrices, and {by or 'a mesh'} has spread the parameters over the ranks; call "
@@ -131,10 +132,7 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Every rank of the group calls it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         whole = self.whole_matrices
         with self._without_matrices() as gradients:
             without_hooks(torch.optim.AdamW.step)(self)  # this optimizer's hooks run around this step, once
@@ -197,8 +195,7 @@ class Muon(torch.optim.AdamW):
         """An empty tensor of the dtype and device on which matrices are computed."""
         example = next(iter(updates.values()), None)
         if example is None:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            example = local(parameters[0])
+            example = local(next(parameters_of(self)))
         return torch.empty(0, dtype=compute_dtype(example.device, example.dtype), device=example.device)
 
     def _update(

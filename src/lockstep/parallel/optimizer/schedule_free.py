@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.parallel.optimizer.step import loss_of
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
@@ -45,10 +46,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -35,6 +35,7 @@ from lockstep.parallel.data.bucket import assign_buckets
 from lockstep.parallel.data.law import FIRST_BUCKET_SHARE
 from lockstep.parallel.guards import mark_spread, needs_whole_tensors
 from lockstep.parallel.optimizer.muon import Muon
+from lockstep.parallel.optimizer.step import loss_of, parameters_of
 from lockstep.parallel.zero.flat import FlatLayout, Piece
 
 MIB = 1024 * 1024
@@ -182,10 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's pieces, then all-gather the others'."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if any(p.grad is not None for p in self._frozen):
             raise UserError(
                 "a parameter that was frozen when ShardedOptimizer was made has a gradient now; make the optimizer "
@@ -264,7 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "experts are spread over ranks, and no rank has them whole; lockstep.save() saves what each rank holds"
             )
         self._copy_options()
-        numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        numbers = {p: i for i, p in enumerate(parameters_of(self))}
         mine: dict[int, list[tuple[slice, dict[str, Any]]]] = {}
         for owned in self.owned():
             if owned.shard in self.inner.state:
@@ -308,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{[len(g['params']) for g in self.param_groups]}"
             )
         saved = [number for group in groups for number in group["params"]]
-        numbers = dict(zip((p for group in self.param_groups for p in group["params"]), saved, strict=True))
+        numbers = dict(zip(parameters_of(self), saved, strict=True))
         pieces = {owned.shard: owned for owned in self.owned()}
         shards = [shard for group in self.inner.param_groups for shard in group["params"]]
         states: dict[int, dict[str, Any]] = {}
