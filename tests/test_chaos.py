@@ -10,6 +10,8 @@ from lockstep.cli import main
 from lockstep.cli.chaos import lateness_of, mistakes_of
 from lockstep.config import load_config, save_config
 
+pytestmark = pytest.mark.alone
+
 
 def test_every_fault_has_a_name_of_its_own_and_something_to_be_told() -> None:
     assert len(BY_NAME) == len(ALL)

@@ -243,6 +243,7 @@ def test_a_disk_that_is_full_is_named_also_where_torch_does_not(
     assert checkpoints._attempt(unfinished) == f"{tmp_path}: No space left on device"
 
 
+@pytest.mark.alone
 def test_a_full_disk_fails_the_save_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, strategy, checkpoints = saved_twice(tmp_path)
 

@@ -14,6 +14,8 @@ from lockstep.chaos.nodes import environment
 from lockstep.training.attempt import read_status, step_in_progress
 from tests.ranks import LONG, free_port
 
+pytestmark = pytest.mark.alone
+
 AGENT = (
     *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.1"),
     *("--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-conf"),

@@ -5,9 +5,8 @@ import os
 import subprocess
 import sys
 import tomllib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -72,34 +71,15 @@ def wanted_wheels() -> list[tuple[str, str, list[str]]]:
     return found + [("macos", python, runtime) for python in PYTHONS[1:-1]]
 
 
-RESOLVING: list[Future[dict[str, str]]] = []
-
-
-def resolve_ahead() -> None:
-    """When the tests begin: pip waits for the index most of the time, and takes little from the tests that run then."""
-
-    def every() -> dict[str, str]:
-        with TemporaryDirectory() as folder, ThreadPoolExecutor(6) as pool:
-            said = pool.map(lambda one: resolve(*one, Path(folder)), wanted_wheels())
-            return {
-                f"{machine}, Python {python}": text
-                for (machine, python, _), text in zip(wanted_wheels(), said, strict=True)
-            }
-
-    pool = ThreadPoolExecutor(1)
-    RESOLVING.append(pool.submit(every))
-    pool.shutdown(wait=False)
-
-
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.ahead(begin=resolve_ahead)
 @pytest.mark.timeout(1500)
-def test_everything_resolves_from_wheels_alone() -> None:
-    (said,) = RESOLVING
-    failed = {what: text for what, text in said.result().items() if text}
-    assert len(said.result()) == len(wanted_wheels())
-    assert not failed, failed
+def test_everything_resolves_from_wheels_alone(tmp_path: Path) -> None:
+    """pip waits for the index most of the time."""
+    with ThreadPoolExecutor(6) as pool:
+        said = list(pool.map(lambda one: resolve(*one, tmp_path), wanted_wheels()))
+    found = {f"{machine}, Python {python}": s for (machine, python, _), s in zip(wanted_wheels(), said, strict=True)}
+    assert len(found) == len(wanted_wheels())
+    assert not {what: text for what, text in found.items() if text}
 
 
 @pytest.mark.slow

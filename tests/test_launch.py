@@ -376,6 +376,7 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monk
     assert sorted(f.name.rpartition("-")[2] for f in tmp_path.iterdir()) == ["alive", "elsewhere"]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_kill_9_of_everything_leaves_no_semaphore_for_long(tmp_path: Path) -> None:
     """Killed with its process group, Python cannot remove the names of its semaphores; the next start does."""

@@ -21,6 +21,8 @@ from lockstep.launch.link import check_possible, parse_link, run_over_link
 from lockstep.training.attempt import read_status, step_in_progress
 from tests.ranks import LONG
 
+pytestmark = pytest.mark.alone
+
 
 def why_not() -> str | None:
     try:

@@ -24,6 +24,8 @@ from lockstep.training.metrics import SET_ASIDE, set_aside
 from lockstep.training.saving import Best, Saving
 from tests.ranks import LONG
 
+pytestmark = pytest.mark.alone
+
 CONFIG = "configs/digits_cnn.yaml"
 SHORT = ("--train.steps", "60", "--train.log-every", "2", "--train.evaluate-every", "0")
 

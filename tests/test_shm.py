@@ -327,6 +327,7 @@ def check_overlap(world: World) -> None:
     assert bool((tensor == world.size).all())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("nproc", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_operations(nproc: int) -> None:
     on_ranks(

@@ -17,7 +17,10 @@ from lockstep.comm.shm import segment, semaphore
 from lockstep.layout.world import World
 from tests.ranks import LONG, left_in_shm, on_ranks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shm backend is Linux's")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(sys.platform != "linux", reason="the shm backend is Linux's"),
+]
 
 
 def refusals(world: World) -> None:

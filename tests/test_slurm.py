@@ -27,7 +27,7 @@ def why_not() -> str:
     return "" if asked.returncode == 0 and "idle" in asked.stdout else "no Slurm with idle nodes answers (SLURM_CONF)"
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason := why_not()), reason=reason)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.skipif(bool(reason := why_not()), reason=reason)]
 
 
 def environment() -> dict[str, str]:
