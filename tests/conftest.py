@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def of_its_module(item: pytest.Item, fixture: str) -> bool:
     found = item.session._fixturemanager.getfixturedefs(fixture, item)
-    return bool(found) and found[-1].scope == "module"
+    return found is not None and len(found) > 0 and found[-1].scope == "module"
 
 
 @pytest.fixture(autouse=True)

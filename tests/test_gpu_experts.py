@@ -82,6 +82,28 @@ def test_kernels_are_plain_pytorch(width: int, active: int) -> None:
     torch.testing.assert_close(mine, theirs)
 
 
+def test_the_router_is_as_exact_as_in_fp32() -> None:
+    """Against fp64, and against what fp32 itself makes of it."""
+    from lockstep.models.kernels.router import exact_linear, split  # Triton is where GPUs are
+
+    torch.manual_seed(3)
+    rows = torch.randn(500, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(30, 768, device="cuda", requires_grad=True)
+    upstream = torch.randn(500, 30, device="cuda")
+    assert torch.equal(split(weight).float().flip(1).sum(1), weight)
+    wide = [t.detach().double().requires_grad_() for t in (rows, weight)]
+    expected = F.linear(*wide)
+    exact = [expected, *torch.autograd.grad(expected, wide, upstream.double())]
+    in_fp32 = F.linear(rows.float(), weight)
+    ours = exact_linear(rows, weight)
+    plain = [in_fp32, *torch.autograd.grad(in_fp32, [rows, weight], upstream)]
+    for got, other, true, more in zip(
+        [ours, *torch.autograd.grad(ours, [rows, weight], upstream)], plain, exact, (2, 3, 2), strict=True
+    ):
+        assert got.dtype == other.dtype
+        assert float((got - true).norm()) <= more * float((other - true).norm())
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_layer_on_a_gpu(options: dict[str, Any]) -> None:
     """In fp64 as on the CPU; under bf16 the choices may differ where scores nearly tie, so only that it is near."""

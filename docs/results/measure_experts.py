@@ -1,6 +1,6 @@
 """What a mixture of experts reaches on one GPU, beside the dense model of equal active FLOP; in turns, in one process.
 
-python docs/results/measure_experts.py [--size small] [--batch 32] [--turns 4] [--steps 8]
+python docs/results/measure_experts.py [--size small] [--batch 64] [--experts 32] [--turns 4] [--steps 8]
 
 MFU counts what a token passes: attention, its experts, router, head. Random data, bf16, AdamW, compiled blocks.
 """
@@ -22,20 +22,22 @@ PEAK = 989e12
 """Of an H200 in bf16, by its datasheet."""
 
 
-def models(size: str, width: int) -> dict[str, GPT]:
+def models(size: str, width: int, counts: tuple[int, ...] = (32, 64)) -> dict[str, GPT]:
     """`width`: of the dense SwiGLU, which the active experts share."""
     form: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "residual": "compute"}
     dense = GPT(size=size, context=1024, vocabulary=50304, **form)  # type: ignore[arg-type]
-    return {
-        "dense": dense,
-        "32 experts, 4 active": replace(dense, experts=32, active=4, expert_width=width // 4),
-        "64 experts, 8 active": replace(dense, experts=64, active=8, expert_width=width // 8),
-    }
+    found = {"dense": dense}
+    for count in counts:
+        active = count // 8
+        found[f"{count} experts, {active} active"] = replace(
+            dense, experts=count, active=active, expert_width=width // active
+        )
+    return found
 
 
-def measure(world: World, size: str, batch: int, turns: int, steps: int, width: int) -> None:
+def measure(world: World, size: str, batch: int, turns: int, steps: int, width: int, experts: tuple[int, ...]) -> None:
     runners: dict[str, Any] = {}
-    for name, model in models(size, width).items():
+    for name, model in models(size, width, experts).items():
         train = Train(batch_size=batch, optimizer="adamw", lr=3e-4, precision="bf16", compile="blocks", clip_norm=1.0)
         config = Config(model, Data("synthetic", samples=4 * batch), train, Parallel("single"))
         dataset = load_data(world, config)
@@ -77,6 +79,8 @@ if __name__ == "__main__":
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--experts", type=int, nargs="+", default=[32, 64], help="an eighth of them are active")
     given = parser.parse_args()
     launch = Launch(nproc=1, device="cuda")
-    run_on_ranks(measure, given.size, given.batch, given.turns, given.steps, given.width, launch=launch)
+    counted = given.batch, given.turns, given.steps
+    run_on_ranks(measure, given.size, *counted, given.width, tuple(given.experts), launch=launch)
