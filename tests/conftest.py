@@ -76,12 +76,15 @@ def of_its_module(item: pytest.Item, fixture: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Two workers run tests side by side (`pytest -n 2`), but nothing beside a test that is marked alone."""
+    """Two workers run tests side by side (`pytest -n 2`), but nothing beside a test that is marked alone; and nothing
+    beside a slow proof, whose ranks would keep those of another from their turns.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
     folder = tmp_path_factory.getbasetemp().parent  # the workers' in common
-    alone = request.node.get_closest_marker("alone") is not None
+    marked = {mark.name for mark in request.node.iter_markers()}
+    alone = "alone" in marked or {"slow", "proof"} <= marked
     with (folder / "next").open("w") as following, (folder / "running").open("w") as running:
         fcntl.flock(following, fcntl.LOCK_EX)  # who waits for the machine is the next to have it
         fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

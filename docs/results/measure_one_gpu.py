@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -24,13 +23,12 @@ import torch
 from plain_gpt2 import Script
 
 from lockstep.config import Config, load_config
+from lockstep.config.shipped import find_config
 from lockstep.data import Sampler
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.strategies import ParallelModel, StepResult
 from lockstep.training.prepare import load_data, prepare_strategy
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @dataclass
@@ -48,7 +46,7 @@ class Variant:
     gelu: bool = True
 
     def config(self, size: str) -> Config:
-        config = load_config(CONFIGS / f"gpt2_{size}.yaml")
+        config = load_config(find_config(f"gpt2_{size}"))
         model: Any = config.model
         model.vocabulary, model.residual, model.own_gelu = self.vocabulary, self.residual, self.gelu
         train: Any = config.train

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lockstep.data import shard_batch
     from lockstep.launch.user_loop import init, spawn
     from lockstep.models.experts import MixtureOfExperts
+    from lockstep.models.float8 import in_float8
     from lockstep.parallel import (
         DataParallel,
         FullyShardedDataParallel,
@@ -50,6 +51,7 @@ __all__ = [
     "clip_grad_norm_",
     "expert_parallel",
     "gather_sequence",
+    "in_float8",
     "init",
     "load",
     "pipeline_schedule",
@@ -77,6 +79,7 @@ _HOMES = {
     "clip_grad_norm_": "lockstep.parallel",
     "expert_parallel": "lockstep.parallel",
     "gather_sequence": "lockstep.parallel",
+    "in_float8": "lockstep.models.float8",
     "init": "lockstep.launch.user_loop",
     "load": "lockstep.checkpoint.user_loop",
     "save": "lockstep.checkpoint.user_loop",

@@ -10,6 +10,7 @@ from lockstep.config import (
     Checkpoint,
     Config,
     Data,
+    Fp8,
     Lora,
     Metrics,
     Model,
@@ -58,6 +59,7 @@ class RunArguments:
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
     lora: Lora = field(default_factory=Lora)
+    fp8: Fp8 = field(default_factory=Fp8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     plan: Planned = field(default_factory=Planned)

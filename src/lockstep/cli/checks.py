@@ -14,9 +14,11 @@ from lockstep.launch import Launch, adopt_environment
 from lockstep.launch.link import check_possible, check_ranks, parse_link, run_over_link
 from lockstep.models import on_meta, parameter_count
 from lockstep.models.blocks import blocks_of
+from lockstep.models.float8 import MULTIPLE, linears_of_blocks
 from lockstep.plan.trace import spec_without_data
 from lockstep.strategies import STRATEGIES, check_parallel, degrees_of
-from lockstep.strategies.combining import check_cuts, check_optimizer
+from lockstep.strategies.combining import check_cuts, check_float8, check_optimizer
+from lockstep.words import counted
 
 
 def check_link(link: str, launch: Launch) -> None:
@@ -43,6 +45,7 @@ def check_before_ranks(config: Config, launch: Launch, default_nproc: int) -> No
     parallel, train = config.parallel, config.train
     check_parallel(parallel, device, train.precision, train.compile != "none")
     check_optimizer(train, parallel)
+    check_float8(config, device)
     degrees = degrees_of(parallel, max(1, ranks))
     if train.batch_per_rank is not None:
         train.batch_size = train.batch_per_rank * train.accumulation * degrees.replicate * degrees.shard
@@ -61,6 +64,8 @@ def check_model(config: Config) -> None:
     built = on_meta(config.model, spec_without_data(config))
     check_cuts(built, config.parallel, config.train.accumulation)
     note_missing_blocks(built, config.parallel)
+    if config.train.precision == "fp8":
+        note_float8(built)
     parameters = parameter_count(built)
     room = psutil.virtual_memory().total
     if parameters * 4 > LARGEST * room:
@@ -79,6 +84,16 @@ def note_missing_blocks(model: nn.Module, parallel: Parallel) -> None:
             f"parallel.data {parallel.data} gathers all of it at once: parameters are divided between steps only",
             file=sys.stderr,
         )
+
+
+def note_float8(model: nn.Module) -> None:
+    """Which layers multiply in FP8."""
+    fits, others = linears_of_blocks(model)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    some = f"{', '.join(list(others)[:3])}{' and more' if len(others) > 3 else ''}"
+    kept = f"; not {some}, whose sizes are no multiples of {MULTIPLE}" if others else ""
+    print(f"note: {counted(len(fits), 'linear layer')} of the blocks in FP8{kept}", file=sys.stderr)
 
 
 LARGEST = 64

@@ -292,7 +292,7 @@ def as_config(config: Config, plan: ScoredLayout) -> Config:
         config.train,
         batch_size=layout.global_batch,
         accumulation=1 if layout.pp > 1 else layout.micro_batches,
-        precision=cast(Any, plan.setting.precision if plan.setting.precision in ("fp16", "fp32") else "bf16"),
+        precision=cast(Any, plan.setting.precision if plan.setting.precision in ("fp16", "fp32", "fp8") else "bf16"),
         recompute=layout.recompute if layout.recompute != "selective" else "every",
         compile="blocks" if plan.setting.software is COMPILED else config.train.compile,
     )

@@ -56,7 +56,7 @@ class VerifyArguments:
     preset: str = "standard"
     """standard: every data strategy and every axis at 2 ranks, pairs of axes at 4, three at 8. data: every data
     strategy at 2 and 4 ranks. hybrids: every axis with every kind of engine, at 2, 4 and 8 ranks. experts: blocks with
-    experts. optimizers: Muon."""
+    experts. optimizers: Muon. precision: products in FP8."""
     world_size: tuple[int, ...] = ()
     """Numbers of ranks; without --preset and --strategies, of every data strategy. Default: the preset's, or 2 and 4
     for --strategies. Under torchrun: that of torchrun."""
@@ -89,8 +89,9 @@ def main(argv: list[str]) -> int:
         request.optimizer = arguments.train.optimizer
     if arguments.preset == "optimizers":
         request.optimizer = request.optimizer or "muon"
-    if arguments.preset in ("experts", "optimizers"):
-        request.experts, request.only_values = arguments.preset == "experts", True
+    if arguments.preset in ("experts", "optimizers", "precision"):
+        request.experts, request.float8 = arguments.preset == "experts", arguments.preset == "precision"
+        request.only_values = True
         request.steps = arguments.steps if flag_value(rest, "--steps") is not None else 3
     if isinstance(arguments.model, Own):
         request.own = Config(arguments.model, arguments.data, arguments.train)

@@ -237,8 +237,9 @@ class Train:
     ema: Decay | None = None
     """Evaluate and export an exponential moving average of the weights with this decay (0.999), which training itself
     does not use. None: the weights of the last step."""
-    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss."""
+    precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"
+    """bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss. fp8: as bf16, and the linear layers of the
+    blocks multiply in FP8 (`fp8.scaling`)."""
     compile: Literal["none", "blocks", "model"] = "none"
     """torch.compile of the loss and of each block by itself (once for all that are alike; gradients still leave block
     by block), or of the whole model as one (for one rank; zero3 and fsdp take blocks in any case)."""
@@ -365,6 +366,15 @@ class Lora:
 
 
 @dataclass
+class Fp8:
+    """Of train.precision fp8."""
+
+    scaling: Literal["row", "tensor"] = "row"
+    """A scale for each row of a product, and gradients of weights in bf16: then it does not matter how batches are cut
+    over ranks. Or one for a whole tensor, and all three products in FP8."""
+
+
+@dataclass
 class Checkpoint:
     """What survives the run, in the folder checkpoints/ of the run."""
 
@@ -419,6 +429,7 @@ class Config:
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
     lora: Lora = field(default_factory=Lora)
+    fp8: Fp8 = field(default_factory=Fp8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     plan: Planned = field(default_factory=Planned)

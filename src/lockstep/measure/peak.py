@@ -28,7 +28,7 @@ def peak_flops(world: World, precision: str) -> tuple[float, str]:
         name = torch.cuda.get_device_name(world.device)
         for known, peaks in GPU_PEAKS.items():
             if known in name.replace("-", " ").split():
-                rate = peaks.get(precision) or peaks.get("bf16" if precision == "fp16" else "fp32", 0.0)
+                rate = peaks.get(precision) or peaks.get("bf16" if precision in ("fp16", "fp8") else "fp32", 0.0)
                 return rate / world.ranks_on_device, f"datasheet of {known}"
     key = (world.size, world.device)
     if key not in _measured:
@@ -62,6 +62,8 @@ def measured_peak(world: World, size: int = 1024, windows: int = 4, seconds: flo
 
 def slow_bf16(device: str, precision: str) -> list[str]:
     """A line about it, where there is something to say."""
+    if device == "cpu" and precision == "fp8":
+        return ["a CPU has no units for FP8: numbers are rounded to it and multiplied in fp32, which is much slower"]
     if device != "cpu" or precision != "bf16" or has_bf16_units():
         return []
     return ["this CPU has no units for bf16: it is much slower than fp32 here"]

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lockstep.config.gpt import SIZES, Shape
 from lockstep.errors import UserError
 from lockstep.models.experts import Experts, MixtureOfExperts, Router
+from lockstep.models.float8 import Float8Linear
 from lockstep.models.kernels import usable_on
 
 __all__ = ["GPT", "SIZES", "Shape"]
@@ -167,7 +168,11 @@ def is_plain(linear: nn.Module) -> bool:
     """A linear layer with a bias, whose forward may be skipped: no adapter around it, no hooks on it."""
     hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
     watched = any(len(kind) > 0 for kind in hooks)
-    return type(linear) is nn.Linear and linear.bias is not None and not watched
+    return type(linear) in (nn.Linear, Float8Linear) and linear.bias is not None and not watched
+
+
+def without_bias(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear.product(x) if isinstance(linear, Float8Linear) else F.linear(x, linear.weight)
 
 
 class FeedForward(nn.Module):
@@ -188,7 +193,7 @@ class FeedForward(nn.Module):
         elif self.own_gelu and usable_on(x) and is_plain(self.up):
             from lockstep.models.kernels.gelu import bias_gelu  # Triton is where GPUs are
 
-            x = bias_gelu(F.linear(x, self.up.weight), self.up.bias)
+            x = bias_gelu(without_bias(self.up, x), self.up.bias)
         else:
             x = F.gelu(self.up(x), approximate="tanh")
         y: Tensor = self.down(x)

@@ -1,10 +1,12 @@
 """What cannot be cut as asked for, refused before any rank starts."""
 
+import torch
 from torch import Tensor, nn
 
-from lockstep.config import Parallel, Train
+from lockstep.config import Config, Parallel, Train
 from lockstep.data import Inputs
 from lockstep.errors import UserError
+from lockstep.models.float8 import UNITS, has_units
 from lockstep.parallel.pipeline.schedule import check_schedule
 from lockstep.parallel.pipeline.stage import layers_of
 from lockstep.strategies.context import check_context
@@ -37,6 +39,25 @@ def check_optimizer(train: Train, parallel: Parallel) -> None:
         if is_asked and not getattr(STRATEGIES[parallel.data], can):
             who = ", ".join(name for name, engine in STRATEGIES.items() if getattr(engine, can))
             raise UserError(f"{said} does not go with parallel.data {parallel.data}; use {who}")
+
+
+def check_float8(config: Config, device: str) -> None:
+    """What FP8 does not go with, and a GPU without units for it."""
+    if config.train.precision != "fp8":
+        return
+    if config.parallel.tp > 1:
+        raise UserError(
+            f"train.precision fp8 does not go with parallel.tp {config.parallel.tp}: cut layers multiply in bf16; use "
+            f"bf16, or another axis"
+        )
+    if config.lora.rank > 0:
+        raise UserError("train.precision fp8 does not go with lora: layers with adapters multiply in bf16; use bf16")
+    if device == "cuda" and not has_units(torch.device("cuda")):
+        raise UserError(
+            f"train.precision fp8 needs a GPU of compute capability {'.'.join(map(str, UNITS))} or newer (L40S, H100, "
+            f"B200), and {torch.cuda.get_device_name()} has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability()))}; use bf16"
+        )
 
 
 def check_cuts(model: nn.Module, parallel: Parallel, accumulation: int) -> None:

@@ -73,8 +73,10 @@ class DeepSpeed(Engine):
 
     @classmethod
     def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
-        if precision == "fp64":
-            raise UserError("parallel.data deepspeed does not go with train.precision fp64: DeepSpeed does not know it")
+        if precision in ("fp64", "fp8"):
+            raise UserError(
+                f"parallel.data deepspeed does not go with train.precision {precision}: DeepSpeed does not know it"
+            )
         if compiled:
             raise UserError("parallel.data deepspeed does not go with train.compile; leave it out")
 

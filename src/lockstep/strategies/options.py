@@ -13,10 +13,11 @@ from lockstep.models.recompute import Recompute
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
-"""Dtype of the weights for each precision; bf16 and fp16 compute under autocast."""
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, **dict.fromkeys(("bf16", "fp16", "fp8"), torch.float32)}
+"""Dtype of the weights for each precision; bf16, fp16 and fp8 compute under autocast."""
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Of what is not in FP8, too."""
 
 
 @dataclass

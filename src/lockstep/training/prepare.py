@@ -20,11 +20,12 @@ from lockstep.launch.calls import LONG
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config
 from lockstep.models import build_model, check_outputs, is_users, training_flops
+from lockstep.models.float8 import in_float8
 from lockstep.models.initial import SCHEME, Deferred, fill_adapters
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
 from lockstep.strategies import Options, ParallelModel, make_layout, parallelize
-from lockstep.strategies.combining import check_inputs, check_optimizer
+from lockstep.strategies.combining import check_float8, check_inputs, check_optimizer
 from lockstep.strategies.options import COMPUTE_DTYPES
 from lockstep.training.optimizer import optimizer_factory
 
@@ -101,6 +102,9 @@ def prepared_model(config: Config, spec: DataSpec, plain: nn.Module | None = Non
 
 
 def with_adapters(model: nn.Module, config: Config) -> nn.Module:
+    """And, if asked for, with layers that multiply in FP8."""
+    if config.train.precision == "fp8":
+        in_float8(model, config.fp8.scaling)
     lora = config.lora
     if lora.rank > 0:
         frozen_dtype = torch.bfloat16 if lora.frozen_dtype == "bf16" else None
@@ -159,6 +163,7 @@ def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.M
     """The model of the config (a copy of `plain` with what was asked for), spread as the config says."""
     check_device(world, config)
     check_optimizer(config.train, config.parallel)
+    check_float8(config, world.device.type)
     check_inputs(dataset.spec.example, config.parallel)
     if isinstance(config.model, Own):
         check_outputs(config.model, dataset.spec, config.train.loss)

@@ -84,6 +84,16 @@ OPTIMIZERS: Matrix = {
 }
 """Ranks that hold all of a matrix, some of it, some matrices of a stack."""
 
+PRECISION: Matrix = {
+    2: [
+        *("naive", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp"),
+        *("bucketed,cp=2", "bucketed,cp=2:ulysses", "single,pp=2:1f1b", "single,pp=2:zb-h1", "single,pp=2:interleaved"),
+    ],
+    4: ["bucketed", "zero3", "fsdp+HYBRID_SHARD", "zero1,pp=2:1f1b", "zero3,pp=2:1f1b", "zero3,cp=2"],
+    8: ["zero1,pp=2:zb-v,cp=2"],
+}
+"""Batches, sequences and models cut in every way, while products are in FP8."""
+
 PRESETS: dict[str, tuple[str, Callable[[], Matrix]]] = {
     "standard": (
         "every data strategy and every axis at 2 ranks, pairs of axes at 4, three axes at 8",
@@ -102,6 +112,10 @@ PRESETS: dict[str, tuple[str, Callable[[], Matrix]]] = {
     "optimizers": (
         "Muon, which needs whole matrices, under every engine and axis, at 2, 4 and 8 ranks",
         lambda: OPTIMIZERS,
+    ),
+    "precision": (
+        "linear layers that multiply in FP8, under every engine, in a pipeline and with cut sequences",
+        lambda: PRECISION,
     ),
 }
 

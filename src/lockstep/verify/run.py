@@ -42,6 +42,7 @@ from lockstep.verify.scenarios import (
     Scenario,
     cut_scenarios,
     expert_scenarios,
+    float8_scenarios,
     saver_scenarios,
     scenarios_for,
     switch_off_dropout,
@@ -98,6 +99,8 @@ class Request:
     """Verify with this config's model, data and loss, where they are the user's own."""
     experts: bool = False
     """Verify with models that have experts; strategies with ep always are."""
+    float8: bool = False
+    """Verify with layers that multiply in FP8."""
     optimizer: str | None = None
     """None: SGD in float32 and where a law is linear, AdamW elsewhere."""
     only_values: bool = False
@@ -137,6 +140,8 @@ def scenarios_of(request: Request, parallel: Parallel, table: Table = STRATEGIES
         return saver_scenarios(request.model)
     if request.own is not None:
         return user_scenarios(request.own)
+    if request.float8:
+        return float8_scenarios(placement_for(parallel).parts)
     if request.experts or parallel.ep > 1:
         return expert_scenarios(placement_for(parallel).parts, adapted=not cut_axes(parallel))
     if all(degree == 1 for degree in model_degrees(parallel).values()):

@@ -9,6 +9,7 @@ from lockstep.config import CNN, GPT, HF, Config, Model, Own, ResNet, Train
 from lockstep.data import IGNORED, READS, Batch, DataSet, DataSpec, Streamed, build_data, called_with, tensors_in
 from lockstep.errors import UserError
 from lockstep.models import build_model, check_outputs, is_users, user_model
+from lockstep.models.float8 import Scaling, in_float8
 from lockstep.models.hf import vocabulary_of
 from lockstep.models.initial import Deferred, fill_adapters, seeded
 from lockstep.models.lora import add_lora
@@ -37,6 +38,8 @@ class Scenario:
     """Mask a different number of targets in each sample, so that ranks count different tokens."""
     recompute: Recompute = "none"
     lora_rank: int = 0
+    float8: Scaling | None = None
+    """Linear layers of the blocks multiply in FP8."""
     unobserved: bool = False
     """Weights are read at every third step only, and communication comes late: a missing wait shows."""
     tangled: bool = False
@@ -85,6 +88,8 @@ class Scenario:
             switch_off_dropout(model)
         if self.lora_rank:
             add_lora(model, self.lora_rank, alpha=8.0, targets=("qkv", "down"))
+        if self.float8 is not None:
+            in_float8(model, self.float8)
         return model
 
     def train(self, optimizer: str) -> Train:
@@ -236,6 +241,18 @@ def expert_scenarios(parts: int = 1, adapted: bool = True) -> list[Scenario]:
         Scenario("uneven experts", shared, (13, 6, 1), accumulation=3, clip_norm=0.1, padding=True),
         Scenario("biased experts", biased, (8, 1), accumulation=2, recompute="full"),
         *([adapters] if adapted else []),
+    ]
+
+
+def float8_scenarios(parts: int = 1) -> list[Scenario]:
+    """Layers that multiply in FP8, each row by a scale of its own: then it does not matter how a batch is cut."""
+    layers = max(CUT_GPT.layers, parts - 2)
+    plain = replace(CUT_GPT, layers=layers)
+    llama = replace(plain, kv_heads=2, tied=False, norm="rmsnorm", position="rope", activation="swiglu")
+    return [
+        Scenario("fp8", plain, (8,), float8="row"),
+        Scenario("uneven, fp8", llama, (13, 6, 1), accumulation=3, clip_norm=0.1, padding=True, float8="row"),
+        Scenario("recomputed, fp8", plain, (8, 1), accumulation=2, recompute="full", float8="row"),
     ]
 
 
