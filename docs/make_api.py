@@ -22,6 +22,7 @@ CHAPTERS = {
     "Context parallel": ("shard_sequence", "gather_sequence", "ring_attention", "ulysses_attention"),
     "Experts": ("MixtureOfExperts", "expert_parallel"),
     "Optimizers": ("Muon", "ScheduleFreeAdamW", "WeightAverage"),
+    "Precision": ("in_float8",),
     "Mistakes": ("UserError",),
 }
 HEAD = """# API reference

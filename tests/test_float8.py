@@ -67,6 +67,8 @@ def test_what_is_not_finite_stays_so() -> None:
 def layer_and_input() -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(1)
     layer = nn.Linear(48, 32, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight *= rows(32, 1, 4).abs() * rows(48, 1, 5).abs().t()  # a scale for each output, and for each input
     return layer, rows(21, 48, 2).view(3, 7, 48).requires_grad_(), rows(21, 32, 3).view(3, 7, 32)
 
 
@@ -187,6 +189,7 @@ def own_loop(world: World) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_in_a_users_loop() -> None:
     for losses in on_ranks(own_loop, 2):
         assert all(loss < 1.0 for loss in losses)  # 3.7 at first
@@ -225,6 +228,7 @@ SHORT = ["--train.batch-size", "8", "--train.steps", "16", "--train.lr", "1e-2",
 SHORT += ["--train.evaluate-batches", "2"]
 
 
+@pytest.mark.slow
 def test_it_trains_is_told_and_goes_on_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     flags = [*TINY, *SHORT, "--nproc", "2", "--parallel.data", "zero3", "--checkpoint.every", "16"]

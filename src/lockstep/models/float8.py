@@ -146,9 +146,10 @@ def in_float8(model: nn.Module, scaling: Scaling = "row") -> nn.Module:
     """Let the linear layers of the model's blocks multiply in FP8, in place: everything else, and layers whose sizes
     are no multiples of 16, stays as it is.
 
-        model = lockstep.in_float8(model)
+        layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        layers = lockstep.in_float8(layers)
         with torch.autocast("cuda", torch.bfloat16):
-            loss = model(inputs).square().mean()
+            outputs = layers(torch.randn(8, 64))
 
     `scaling`: row, a scale for each row, and gradients of weights in bf16; or tensor, one scale for a whole tensor.
     """
