@@ -64,9 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Proofs first: whatever else is left out when the minutes are over, they are not. Last those that run alone."""
     items.sort(key=lambda item: [item.get_closest_marker(n) is not None for n in ("alone", "long")])
     items.sort(key=lambda item: item.get_closest_marker("proof") is None)
+    sharing = {item.path for item in items if any(of_its_module(item, n) for n in getattr(item, "fixturenames", ()))}
     for item in items:
-        if shared := {n for n in getattr(item, "fixturenames", ()) if of_its_module(item, n)}:
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{min(shared)}"))  # made once, by one worker
+        if item.path in sharing:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))  # fixtures are made once, by one worker
 
 
 def of_its_module(item: pytest.Item, fixture: str) -> bool:
@@ -74,23 +75,24 @@ def of_its_module(item: pytest.Item, fixture: str) -> bool:
     return found is not None and len(found) > 0 and found[-1].scope == "module"
 
 
-@pytest.fixture(autouse=True)
-def turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Two workers run tests side by side (`pytest -n 2`), but nothing beside a test that is marked alone; and nothing
-    beside a slow proof, whose ranks would keep those of another from their turns.
+    beside a slow proof, whose ranks would keep those of another from their turns. To wait counts for no time-out.
     """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    folder = tmp_path_factory.getbasetemp().parent  # the workers' in common
-    marked = {mark.name for mark in request.node.iter_markers()}
+    if "PYTEST_XDIST_WORKER" not in os.environ or item.config.cache is None:
+        return (yield)
+    folder = item.config.cache.mkdir("turns")
+    marked = {mark.name for mark in item.iter_markers()}
     alone = "alone" in marked or {"slow", "proof"} <= marked
     with (folder / "next").open("w") as following, (folder / "running").open("w") as running:
         fcntl.flock(following, fcntl.LOCK_EX)  # who waits for the machine is the next to have it
         fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(following, fcntl.LOCK_UN)
-        yield
-        fcntl.flock(running, fcntl.LOCK_UN)  # also for a process that has been left over with the file open
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(running, fcntl.LOCK_UN)  # also for a process that has been left over with the file open
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -56,7 +56,7 @@ MISTAKES = {
     "train --model.name vgg": "model.name is 'vgg', but it must be one of mlp, cnn, resnet, gpt",
     "train --nprocs 2": "unknown flag --nprocs; did you mean --nproc?; see lockstep train --help",
     "train --train.lr abc": "--train.lr is 'abc', but it must be float",
-    "train --train.precision=fp8": "--train.precision is 'fp8', but it must be one of fp32, fp64, bf16, fp16",
+    "train --train.precision=fp9": "--train.precision is 'fp9', but it must be one of fp32, fp64, bf16, fp16, fp8",
     "train --train.batch-size 0": "train.batch_size is 0, but it must be 1 or more",
     "train --nproc 0": "--nproc is 0, but it must be 1 or more",
     "train --parallel.data magic": "parallel.data is 'magic', but it must be one of single, naive",

@@ -15,10 +15,11 @@ from lockstep.config import GPT, Config, Data, Parallel, Train
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.layout.world import World
-from lockstep.measure.peak import slow_bf16
+from lockstep.measure.peak import slow_precision
 from lockstep.models import build_model
 from lockstep.models import float8 as module
 from lockstep.models.float8 import FORWARD, GRADIENT, LARGEST, Float8Linear, Scaling, linears_of_blocks, narrow
+from lockstep.parallel.tensor.tensor_parallel import check_plain
 from lockstep.results.metrics import read_metrics
 from lockstep.strategies.combining import check_float8
 from lockstep.verify import Request, verify
@@ -28,6 +29,7 @@ SCALINGS: tuple[Scaling, ...] = ("row", "tensor")
 HALF_A_STEP = {FORWARD: 2.0**-4, GRADIENT: 2.0**-3}
 """Of a number's size: three bits of fraction, and two."""
 SMALLEST_STEP = {FORWARD: 2.0**-9, GRADIENT: 2.0**-16}
+"""Of the least numbers, which are as far apart as zero and the first."""
 
 
 def rows(count: int, width: int, seed: int = 0, spread: float = 3.0) -> Tensor:
@@ -35,6 +37,12 @@ def rows(count: int, width: int, seed: int = 0, spread: float = 3.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp(spread * torch.randn(count, 1, generator=generator, dtype=torch.float64))
     return sizes * torch.randn(count, width, generator=generator, dtype=torch.float64)
+
+
+def moved_by(x: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:
+    """How far rounding may move each number."""
+    least = narrow(x, scaling, dtype).scale.double() * SMALLEST_STEP[dtype] / 2
+    return torch.maximum(x.abs() * HALF_A_STEP[dtype], least) * (1 + 1e-6)  # the type that is computed in rounds too
 
 
 @given(st.integers(0, 1000), st.sampled_from(SCALINGS), st.sampled_from([FORWARD, GRADIENT]), st.floats(-80, 80))
@@ -46,7 +54,7 @@ def test_a_number_moves_by_half_a_step_at_most(
     got = narrow(x, scaling, dtype)
     assert got.values.dtype == dtype
     assert torch.equal(got.scale.log2(), got.scale.log2().round())
-    allowed = x.abs() * HALF_A_STEP[dtype] + got.scale.double() * SMALLEST_STEP[dtype]
+    allowed = moved_by(x, scaling, dtype)
     assert bool(((got.wide(torch.float64) - x).abs() <= allowed).all())
     largest = x.abs().amax(1) if scaling == "row" else x.abs().amax()
     reach = LARGEST[dtype] * got.scale.double().squeeze()
@@ -70,6 +78,19 @@ def layer_and_input() -> tuple[nn.Linear, Tensor, Tensor]:
     with torch.no_grad():
         layer.weight *= rows(32, 1, 4).abs() * rows(48, 1, 5).abs().t()  # a scale for each output, and for each input
     return layer, rows(21, 48, 2).view(3, 7, 48).requires_grad_(), rows(21, 32, 3).view(3, 7, 32)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_no_rows_are_no_mistake(scaling: Scaling) -> None:
+    """Of an expert without a token."""
+    layer = lockstep.in_float8(nn.ModuleList([nn.Linear(32, 48)]), scaling)[0]
+    for shape in ((0, 32), (2, 0, 32)):
+        x = torch.zeros(shape, requires_grad=True)
+        y = layer(x)
+        assert y.shape == (*shape[:-1], 48)
+        y.sum().backward()
+        assert x.grad is not None
+        assert not layer.weight.grad.any()
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -98,10 +119,7 @@ def within(
     got: Tensor, exact: Tensor, a: Tensor, b: Tensor, scaling: Scaling, a_type: torch.dtype, b_type: torch.dtype
 ) -> None:
     """`exact` is a b^T."""
-    moves = []
-    for x, dtype in ((a, a_type), (b, b_type)):
-        scale = narrow(x, scaling, dtype).scale.double()
-        moves.append(x.abs() * HALF_A_STEP[dtype] + scale * SMALLEST_STEP[dtype])
+    moves = moved_by(a, scaling, a_type), moved_by(b, scaling, b_type)
     allowed = moves[0] @ b.abs().t() + a.abs() @ moves[1].t() + moves[0] @ moves[1].t()
     assert bool(((got - exact).abs() <= allowed * (1 + 1e-9)).all())
     assert float((got - exact).norm()) > 1e-3 * float(exact.norm())
@@ -229,7 +247,7 @@ SHORT += ["--train.evaluate-batches", "2"]
 
 
 @pytest.mark.slow
-def test_it_trains_is_told_and_goes_on_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_trains_names_its_layers_and_goes_on_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     flags = [*TINY, *SHORT, "--nproc", "2", "--parallel.data", "zero3", "--checkpoint.every", "16"]
     assert main(["train", *flags, "--train.precision", "fp8", "--run-dir", str(run)]) == 0
@@ -240,11 +258,12 @@ def test_it_trains_is_told_and_goes_on_in_bf16(tmp_path: Path, capsys: pytest.Ca
     assert main(["train", *longer, "--resume", str(run)]) == 0
 
 
-def test_a_cpu_is_told_of() -> None:
-    assert slow_bf16("cpu", "fp8") == [
+def test_where_it_is_slow_one_line_says_so() -> None:
+    assert "--train.compile blocks" in slow_precision("cuda", "fp8", False)[0]
+    assert slow_precision("cpu", "fp8", True) == [
         "a CPU has no units for FP8: numbers are rounded to it and multiplied in fp32, which is much slower"
     ]
-    assert slow_bf16("cuda", "fp8") == []
+    assert slow_precision("cuda", "fp8", True) == []
 
 
 def test_what_it_does_not_go_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,9 +272,14 @@ def test_what_it_does_not_go_with(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["--lora.rank", "2"], "train.precision fp8 does not go with lora"),
         (["--model.d-model", "20"], "GPT has no linear layer for fp8"),
         (["--fp8.scaling", "rows"], "--fp8.scaling"),
+        (["--fp8.scaling", "tensor", "--train.precision", "bf16"], "fp8.scaling tensor is for train.precision fp8"),
     ):
         assert main(["train", *TINY, *SHORT, "--nproc", "2", "--train.precision", "fp8", *flags]) == 2
         assert said in capsys.readouterr().err
+    assert main(["verify", "--preset", "precision", "--model.name", "cnn"]) == 2
+    assert "--preset precision has models of its own" in capsys.readouterr().err
+    with pytest.raises(UserError, match="it multiplies in FP8"):
+        check_plain(lockstep.in_float8(Net()).layers["a"][0])
     config = Config(GPT(), Data(), Train(precision="fp8"), Parallel())
     check_float8(config, "cpu")
     monkeypatch.setattr(module, "UNITS", (99, 0))

@@ -24,7 +24,7 @@ from lockstep.plan.learn import layout_of
 from lockstep.plan.machine import parse_cluster
 from lockstep.plan.memory import memory_of
 from lockstep.plan.network import Network
-from lockstep.plan.search import Question, search
+from lockstep.plan.search import Question, ScoredLayout, search
 from lockstep.plan.setting import Setting
 from lockstep.plan.step import step_time
 from lockstep.strategies import STRATEGIES, degrees_of
@@ -119,8 +119,27 @@ def test_a_hybrid_shard_reaches_the_config() -> None:
     assert (found.replicate, found.shard) == (8, 8)
     assert STRATEGIES[config.parallel.data].facts(config.parallel).zero_stage == 3
     assert layout_of(config, 64).shard == 8
-    assert not_run(replace(plan.layout, zero=1)) is not None
-    assert not_run(replace(plan.layout, shard=0)) is None
+    assert not_run(with_layout(plan, zero=1)) is not None
+    assert not_run(with_layout(plan, shard=0)) is None
+
+
+def with_layout(plan: ScoredLayout, **changes: Any) -> ScoredLayout:
+    return replace(plan, setting=replace(plan.setting, layout=replace(plan.layout, **changes)))
+
+
+def test_what_is_planned_in_fp8_can_be_run() -> None:
+    """Not by tp, and in bf16 on GPUs without units for it; our gradients of weights are in bf16 there too."""
+    for kind, precision in (("h100", "fp8"), ("a100", "bf16")):
+        (plan,) = search(Question(MEDIUM, parse_cluster(f"1x1x{kind}"), 8, "fp8"), 1).plans
+        assert as_config(Config(model=GPT(size="medium", context=1024)), plan).train.precision == precision
+        assert not_run(plan) is None
+        assert "multiply in bf16" in (not_run(with_layout(plan, tp=2)) or "")
+    bf16 = setting()
+    fp8 = replace(bf16, precision="fp8")
+    others = replace(fp8, software=replace(fp8.software, lockstep_engines=False))
+    products = [step_time(one).terms["products"] for one in (others, fp8, bf16)]
+    assert products == sorted(products)
+    assert len(set(products)) == 3
 
 
 def test_learning_knows_deepspeeds_stages_and_how_interleaved_rounds() -> None:

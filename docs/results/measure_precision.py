@@ -44,7 +44,7 @@ def config_of(size: str) -> Config:
 
 
 def measure_time(world: World, sizes: list[str], turns: int, steps: int) -> None:
-    print(f"{'model':<8}{'precision':<14}{'ms':>9}{'tokens/s':>12}{'over bf16':>11}{'GiB':>8}")
+    print(f"{'model':<8}{'precision':<14}{'ms':>9}{'tokens/s':>12}{'over bf16':>11}")
     for size in sizes:
         runners: dict[str, Any] = {}
         plain = config_of(size)
@@ -54,13 +54,11 @@ def measure_time(world: World, sizes: list[str], turns: int, steps: int) -> None
             strategy = prepare_strategy(world, config, dataset)
             rows = next(iter(Sampler(len(dataset.train), config.train.batch_size, 0).epoch(0)))
             batch = read_share(dataset.train, rows, strategy.batch_share()).to(world.device)
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
             for _ in range(3):
                 strategy.step(batch)
-            runners[name] = (strategy, batch, [], torch.cuda.max_memory_allocated() - before)
+            runners[name] = (strategy, batch, [])
         for _ in range(turns):
-            for strategy, batch, seconds, _ in runners.values():
+            for strategy, batch, seconds in runners.values():
                 strategy.step(batch)
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
@@ -71,14 +69,11 @@ def measure_time(world: World, sizes: list[str], turns: int, steps: int) -> None
                 seconds.append(begin.elapsed_time(end) / 1000 / steps)
         tokens = plain.train.batch_size * getattr(plain.model, "context", 0)
         first = median(runners["bf16"][2])
-        for name, (_, _, seconds, held) in runners.items():
+        for name, (_, _, seconds) in runners.items():
             took = median(seconds)
-            print(
-                f"{size:<8}{name:<14}{1000 * took:>9.1f}{tokens / took:>12,.0f}{first / took:>11.3f}"
-                f"{held / 2**30:>8.1f}",
-                flush=True,
-            )
+            print(f"{size:<8}{name:<14}{1000 * took:>9.1f}{tokens / took:>12,.0f}{first / took:>11.3f}", flush=True)
         runners.clear()
+        del strategy, batch
         gc.collect()
         torch.cuda.empty_cache()
 

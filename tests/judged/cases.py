@@ -248,14 +248,15 @@ def clean() -> Iterator[Case]:
 CLEAN = list(clean())
 
 
+CLIPPED = ("ddp", "fsdp")
+"""By torch's clip_grad_norm_, which takes no pieces, nor plain tensors and DTensors at once."""
+
+
 def on_gpu() -> Iterator[Case]:
     """Two ranks of one GPU, over NCCL."""
     for more in ("", "--bf16", "--accumulate 2", "--clip 0.1"):
         for wrapper in ("ddp", "fsdp", "tp", "zero3"):
-            if more != "--clip 0.1" or wrapper in (
-                "ddp",
-                "fsdp",
-            ):  # torch clips no pieces, nor plain and DTensor at once
+            if more != "--clip 0.1" or wrapper in CLIPPED:
                 yield right(
                     f"on_gpu.py plain {more}".strip(), f"on_gpu.py {wrapper} {more}".strip(), launcher="torchrun"
                 )

@@ -27,7 +27,7 @@ from lockstep.launch.link import DEFAULT_RANKS, OVER_LINK
 from lockstep.launch.start import falls_back_to_cpu
 from lockstep.layout.world import World
 from lockstep.measure.expected import named_config
-from lockstep.measure.peak import slow_bf16
+from lockstep.measure.peak import slow_precision
 from lockstep.measure.steps import MEMORY_STEPS
 from lockstep.measure.timing import Timing, as_rows, baselines_among
 from lockstep.results.record import Record, read_record
@@ -165,7 +165,8 @@ def show(
     arguments: BenchTrainArguments, config: Config, timings: list[Timing], baselines: list[Timing], argv: list[str]
 ) -> None:
     reading = preset_named(arguments.preset).reading(timings) if arguments.preset is not None else []
-    lines = [*reading, *slow_bf16(timings[0].device, config.train.precision), *verdicts(timings)]
+    slow = slow_precision(timings[0].device, config.train.precision, config.train.compile != "none")
+    lines = [*reading, *slow, *verdicts(timings)]
     print_timings(console(), timings, baselines, lines)
     everyone = [*timings, *baselines]
     rows = as_rows(everyone, baselines_among(everyone))

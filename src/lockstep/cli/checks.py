@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import cache
 
 import psutil
 import torch
@@ -92,8 +93,14 @@ def note_float8(model: nn.Module) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     some = f"{', '.join(list(others)[:3])}{' and more' if len(others) > 3 else ''}"
-    kept = f"; not {some}, whose sizes are no multiples of {MULTIPLE}" if others else ""
-    print(f"note: {counted(len(fits), 'linear layer')} of the blocks in FP8{kept}", file=sys.stderr)
+    kept = f"; not {some}: no plain linear layers, or sizes that are no multiples of {MULTIPLE}" if others else ""
+    say_once(f"note: {counted(len(fits), 'linear layer')} of the blocks in FP8{kept}")
+
+
+@cache
+def say_once(line: str) -> None:
+    """Also where a command checks several cases of one model."""
+    print(line, file=sys.stderr)
 
 
 LARGEST = 64

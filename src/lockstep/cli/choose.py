@@ -73,6 +73,10 @@ def main(argv: list[str]) -> int:
     if arguments.context is not None and arguments.context < 1:
         raise UserError(f"--context is {arguments.context}, but it must be 1 or more")
     precision = arguments.precision or usual_precision(cluster.machine)
+    if precision == "fp8" and arguments.finetune == "yes":
+        raise UserError(
+            "--precision fp8 does not go with --finetune yes: layers with adapters multiply in bf16; use bf16"
+        )
     found = choose(network, cluster, batch, precision, arguments.finetune == "yes")
     screen = console()
     screen.print(f"[bold]{found.strategy}[/]: {found.reason}", soft_wrap=True, highlight=False)
@@ -86,7 +90,7 @@ def main(argv: list[str]) -> int:
         soft_wrap=True,
         highlight=False,
     )
-    reason = not_run(found.plan.layout)
+    reason = not_run(found.plan)
     if found.plan.layout.ep > 1 and shipped_model(arguments.model) is None:
         reason = f"lockstep train spreads the experts of its own GPT ({', '.join(own_mixtures())})"
     if reason is not None:

@@ -104,6 +104,8 @@ def main(argv: list[str]) -> int:
         software=COMPILED if compiled else OURS,
         fixed=parse_fix(arguments.fix),
     )
+    if is_file and precision == "fp8" and "tp" not in dict(question.fixed):
+        question = replace(question, fixed=(*question.fixed, ("tp", 1)))  # ours does not go with it
     is_ours = is_file or (given is None and arguments.hf is None)
     if arguments.out is not None and not is_ours:
         raise UserError("--out writes configs of our own models; give a GPT (--model gpt) or a config file")
@@ -238,11 +240,9 @@ def write(answer: Answer, arguments: PlanArguments, config: Config) -> None:
     if arguments.out is not None:
         if not answer.plans:
             raise UserError("--out: there is no layout that fits, so there is no config to write")
-        runnable = next((plan for plan in (answer.best, *answer.plans) if not_run(plan.layout) is None), None)
+        runnable = next((plan for plan in (answer.best, *answer.plans) if not_run(plan) is None), None)
         if runnable is None:
-            raise UserError(
-                f"--out: no layout that fits is one that lockstep train runs: {not_run(answer.best.layout)}"
-            )
+            raise UserError(f"--out: no layout that fits is one that lockstep train runs: {not_run(answer.best)}")
         save_config(as_config(config, runnable), Path(arguments.out))
         print(f"{arguments.out}: {train_command(answer.question.cluster, arguments.out)}")
 
@@ -255,8 +255,11 @@ def train_command(cluster: Cluster, config: str) -> str:
     return f"torchrun {nodes} -m lockstep train {config}"
 
 
-def not_run(layout: PlanLayout) -> str | None:
+def not_run(plan: ScoredLayout) -> str | None:
     """Why `lockstep train` does not run it; None: it does."""
+    layout = plan.layout
+    if plan.setting.precision == "fp8" and layout.tp > 1:
+        return f"{layout} cuts layers by tp, which multiply in bf16, and this is fp8"
     if layout.ep > 1 and layout.ep % layout.tp:
         return f"{layout} spreads experts over {layout.ep} ranks, and that is no multiple of tp"
     if layout.is_hybrid and (layout.zero < 3 or layout.shards % layout.cp):
@@ -269,6 +272,7 @@ def as_config(config: Config, plan: ScoredLayout) -> Config:
     from lockstep.strategies.table import hybrid_strategy, strategy_dividing  # torch
 
     layout: PlanLayout = plan.layout
+    precision, machine = plan.setting.precision, plan.setting.machine
     cuts_model = max(layout.tp, layout.pp, layout.cp) > 1
     engine = strategy_dividing(layout.zero, cuts_model) if layout.dp * layout.cp > 1 else "single"
     parallel = replace(
@@ -292,7 +296,7 @@ def as_config(config: Config, plan: ScoredLayout) -> Config:
         config.train,
         batch_size=layout.global_batch,
         accumulation=1 if layout.pp > 1 else layout.micro_batches,
-        precision=cast(Any, plan.setting.precision if plan.setting.precision in ("fp16", "fp32", "fp8") else "bf16"),
+        precision=cast(Any, precision if precision in ("fp16", "fp32", *machine.peak_tflops) else "bf16"),
         recompute=layout.recompute if layout.recompute != "selective" else "every",
         compile="blocks" if plan.setting.software is COMPILED else config.train.compile,
     )

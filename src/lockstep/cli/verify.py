@@ -92,6 +92,11 @@ def main(argv: list[str]) -> int:
     if arguments.preset in ("experts", "optimizers", "precision"):
         request.experts, request.float8 = arguments.preset == "experts", arguments.preset == "precision"
         request.only_values = True
+        if request.float8 and (user_model or arguments.savers or arguments.precision != "fp64"):
+            raise UserError(
+                "--preset precision has models of its own, in fp64, where one digit more or less changes no rounding; "
+                "leave --model, --savers and --precision out"
+            )
         request.steps = arguments.steps if flag_value(rest, "--steps") is not None else 3
     if isinstance(arguments.model, Own):
         request.own = Config(arguments.model, arguments.data, arguments.train)

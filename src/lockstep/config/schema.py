@@ -103,8 +103,8 @@ class GPT:
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """The kernel of the attention; auto: PyTorch's choice. flash, cudnn and efficient are for GPUs."""
     residual: Literal["fp32", "compute"] = "fp32"
-    """Under bf16 or fp16, what the blocks' outputs are added up in: fp32, or the precision that they compute in (zero3
-    and fsdp always take the latter)."""
+    """Under bf16, fp16 or fp8, what the blocks' outputs are added up in: fp32, or the precision that they compute in
+    (zero3 and fsdp always take the latter)."""
     own_gelu: bool = False
     """On a GPU, gelu and its bias by a kernel of our own."""
     experts: Natural = 0
@@ -367,7 +367,7 @@ class Lora:
 
 @dataclass
 class Fp8:
-    """Of train.precision fp8."""
+    """How train.precision fp8 rounds."""
 
     scaling: Literal["row", "tensor"] = "row"
     """A scale for each row of a product, and gradients of weights in bf16: then it does not matter how batches are cut

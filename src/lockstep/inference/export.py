@@ -80,7 +80,7 @@ def load_model(source: Path, consent: Consent | None = None) -> tuple[nn.Module,
     shape.
     """
     config, spec, weights = load_config_and_spec(source, consent or Consent())
-    config.train.recompute = "none"
+    config.train.recompute, config.train.precision = "none", "fp32"
     if weights.suffix == ".safetensors":
         config.lora.rank = 0  # merged when it was exported
         config.train.weights = None

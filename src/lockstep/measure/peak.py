@@ -29,7 +29,8 @@ def peak_flops(world: World, precision: str) -> tuple[float, str]:
         for known, peaks in GPU_PEAKS.items():
             if known in name.replace("-", " ").split():
                 rate = peaks.get(precision) or peaks.get("bf16" if precision in ("fp16", "fp8") else "fp32", 0.0)
-                return rate / world.ranks_on_device, f"datasheet of {known}"
+                said = f"datasheet of {known}" + (", bf16" if precision == "fp8" else "")
+                return rate / world.ranks_on_device, said
     key = (world.size, world.device)
     if key not in _measured:
         _measured[key] = measured_peak(world)
@@ -60,8 +61,10 @@ def measured_peak(world: World, size: int = 1024, windows: int = 4, seconds: flo
     return max(mean(window) for window in zip(*everyone, strict=True))
 
 
-def slow_bf16(device: str, precision: str) -> list[str]:
-    """A line about it, where there is something to say."""
+def slow_precision(device: str, precision: str, compiled: bool) -> list[str]:
+    """A line about it, where a precision costs time instead of saving it."""
+    if device == "cuda" and precision == "fp8" and not compiled:
+        return ["FP8 is slower than bf16 unless rounding is fused with what comes before: give --train.compile blocks"]
     if device == "cpu" and precision == "fp8":
         return ["a CPU has no units for FP8: numbers are rounded to it and multiplied in fp32, which is much slower"]
     if device != "cpu" or precision != "bf16" or has_bf16_units():

@@ -27,7 +27,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import has_torch_function_variadic
 
 from lockstep.errors import UserError
 from lockstep.layout.region import copied_with_regions
@@ -77,7 +76,7 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        plain = not has_torch_function_variadic(tokens, self.weight)
+        plain = type(tokens) is Tensor and type(self.weight) in (Tensor, nn.Parameter)
         with no_autocast(tokens.device):
             if plain and usable_on(tokens) and (tokens.dtype, self.weight.dtype) == (torch.bfloat16, torch.float32):
                 from lockstep.models.kernels.router import exact_linear  # Triton is where GPUs are

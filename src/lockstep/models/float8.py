@@ -32,11 +32,11 @@ Scaling = Literal["row", "tensor"]
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {FORWARD: 448.0, GRADIENT: 57344.0}
 SMALLEST = 1e-30
-"""Of the largest number of a row: a row of zeros has no scale of its own."""
+"""What a row's largest number is taken for at least: a row of zeros needs a scale too."""
 EXPONENT = 0x7F800000
 """The bits of a float32 that make it a power of two."""
 MULTIPLE = 16
-"""That the kernels want sizes to be."""
+"""The kernels take sizes that are multiples of it."""
 UNITS = (8, 9)
 """GPUs from this compute capability on have matrix units for FP8."""
 
@@ -58,6 +58,8 @@ class Narrow(NamedTuple):
 
 def narrow(x: Tensor, scaling: Scaling, dtype: torch.dtype = FORWARD) -> Narrow:
     """x (rows, width), rounded to FP8 by one scale, or by one per row. What is not finite stays so."""
+    if not x.numel():
+        return Narrow(x.to(dtype), x.new_ones((len(x), 1) if scaling == "row" else (), dtype=torch.float32))
     largest = x.abs().amax(1, keepdim=True) if scaling == "row" else x.abs().amax()
     room = LARGEST[dtype] / largest.to(torch.float32).clamp(min=SMALLEST)
     factor = room.view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
@@ -68,7 +70,8 @@ def narrow(x: Tensor, scaling: Scaling, dtype: torch.dtype = FORWARD) -> Narrow:
 
 def product(a: Narrow, b: Narrow, dtype: torch.dtype, quick: bool = True) -> Tensor:
     """a b^T, in `dtype`. `quick`: the units may add up in fewer bits than fp32 has."""
-    if dtype == torch.bfloat16 and has_units(a.values.device):
+    if dtype == torch.bfloat16 and a.values.numel() and has_units(a.values.device):
+        # A private name of torch: 2.11 has no public one for every scaling.
         found: Tensor = torch._scaled_mm(
             a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=quick
         )
@@ -136,7 +139,7 @@ class Float8Linear(nn.Linear):
         x = x.to(autocast_dtype(x.device) or x.dtype)
         with no_autocast(x.device):
             y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self.scaling)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], self.weight.shape[0])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8 by {self.scaling}"
@@ -151,7 +154,8 @@ def in_float8(model: nn.Module, scaling: Scaling = "row") -> nn.Module:
         with torch.autocast("cuda", torch.bfloat16):
             outputs = layers(torch.randn(8, 64))
 
-    `scaling`: row, a scale for each row, and gradients of weights in bf16; or tensor, one scale for a whole tensor.
+    Under autocast in bf16, on a GPU that has units for FP8, and inside torch.compile it is fast; elsewhere it is slower
+    than without. `scaling`: row, a scale for each row, and gradients of weights in bf16; or tensor, one scale for all.
     """
     if scaling not in get_args(Scaling):
         raise UserError(f"scaling is {scaling!r}, but it must be one of {', '.join(get_args(Scaling))}")
@@ -161,15 +165,21 @@ def in_float8(model: nn.Module, scaling: Scaling = "row") -> nn.Module:
     return model
 
 
+def fits_units(layer: nn.Linear) -> bool:
+    """A subclass does something else beside, which must stay."""
+    multiples = layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
+    return type(layer) in (nn.Linear, Float8Linear) and multiples
+
+
 def linears_of_blocks(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plain linear layers by name: those that FP8's kernels take, and the others."""
+    """Linear layers by name: those that FP8's kernels take, and the others."""
     found = {
         f"{block}.{name}" if name else block: layer
         for block, module in blocks_of(model)
         for name, layer in module.named_modules()
-        if type(layer) in (nn.Linear, Float8Linear)
+        if isinstance(layer, nn.Linear)
     }
-    fits = {n: m for n, m in found.items() if m.in_features % MULTIPLE == 0 and m.out_features % MULTIPLE == 0}
+    fits = {name: layer for name, layer in found.items() if fits_units(layer)}
     if not fits:
         raise UserError(
             f"{type(model).__name__} has no linear layer for fp8: it takes those of the blocks (modules in a "

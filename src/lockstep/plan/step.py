@@ -120,13 +120,14 @@ class Clock:
         total = 0.0
 
         def seconds(m: float, k: float, n: float, dtype: str, grouped: int = 1) -> float:
+            weights = s.wide if s.software.lockstep_engines else dtype  # ours has their gradients in bf16
             if not back:
                 return product_seconds(m, k, n, dtype, s.machine, self.c, grouped)
             inputs = product_seconds(m, n, k, dtype, s.machine, self.c, grouped)
             if s.software.frozen:
                 return inputs
             rows = TILE * ceil(m / TILE) if m > TILE else m  # tokens are padded, so that their sum aligns
-            return inputs + product_seconds(k, rows, n, dtype, s.machine, self.c, grouped)
+            return inputs + product_seconds(k, rows, n, weights, s.machine, self.c, grouped)
 
         for p in block.products:
             if p.experts:
@@ -135,6 +136,7 @@ class Clock:
                 tokens = self.tokens * p.visits / (1 if etp >= tp else tp)
                 k, n = (p.k, p.n / etp) if p.cut == "column" else (p.k / etp, p.n)
                 narrow = "fp8" if s.precision == "fp4" else s.precision  # no kernels of many products in fp4
+                narrow = s.wide if s.software.lockstep_engines else narrow
                 total += seconds(tokens / mine, k, n, narrow, mine)
             elif p.cut == "column":
                 total += seconds(self.tokens, p.k, p.n / tp, s.precision)
@@ -153,6 +155,8 @@ class Clock:
         for p in block.products:
             cut = etp if p.experts else tp
             k, n = (p.k, p.n / cut) if p.cut == "column" else (p.k / cut, p.n)
+            if p.experts and s.software.lockstep_engines:
+                continue
             if p.experts and not s.software.overlaps_experts:  # where it is, their kernels write narrow types
                 moved += (k + n) * p.visits / (1 if etp >= tp else tp)
             elif not p.experts and p.cut != "whole":

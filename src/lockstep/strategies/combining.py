@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import Config, Parallel, Train
+from lockstep.config import Config, Fp8, Parallel, Train
 from lockstep.data import Inputs
 from lockstep.errors import UserError
 from lockstep.models.float8 import UNITS, has_units
@@ -42,13 +42,18 @@ def check_optimizer(train: Train, parallel: Parallel) -> None:
 
 
 def check_float8(config: Config, device: str) -> None:
-    """What FP8 does not go with, and a GPU without units for it."""
+    """Refuse axes and adapters that FP8 cannot have, and GPUs without units for it."""
     if config.train.precision != "fp8":
+        if config.fp8 != Fp8():
+            raise UserError(
+                f"fp8.scaling {config.fp8.scaling} is for train.precision fp8, and that is {config.train.precision}; "
+                f"leave one out"
+            )
         return
     if config.parallel.tp > 1:
         raise UserError(
-            f"train.precision fp8 does not go with parallel.tp {config.parallel.tp}: cut layers multiply in bf16; use "
-            f"bf16, or another axis"
+            f"train.precision fp8 does not go with parallel.tp {config.parallel.tp}: the parts of a layer would round "
+            f"by other scales; use bf16, or another axis"
         )
     if config.lora.rank > 0:
         raise UserError("train.precision fp8 does not go with lora: layers with adapters multiply in bf16; use bf16")

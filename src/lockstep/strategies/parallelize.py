@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import broadcast
 from lockstep.config import Parallel
+from lockstep.errors import UserError
 from lockstep.layout import Group, Layout, World
 from lockstep.models import parameter_count
 from lockstep.models.blocks import blocks_of
+from lockstep.models.float8 import Float8Linear
 from lockstep.models.initial import Deferred
 from lockstep.models.matrices import matrices_in
 from lockstep.models.recompute import recompute
@@ -67,6 +69,8 @@ def _spread(
     tensors: Iterator[tuple[str, Tensor]] | None,
 ) -> ParallelModel:
     """`tensors`: the weights of a model on the meta device, one at a time."""
+    if options.precision == "fp8" and not any(isinstance(part, Float8Linear) for part in model.modules()):
+        raise UserError("precision fp8 is for a model that multiplies in FP8; call lockstep.in_float8(model) first")
     parameters, matrices = parameter_count(model), matrices_in(model)
     parallel = options.parallel
     place = None if tensors is not None else layout.world.device

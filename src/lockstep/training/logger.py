@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 from lockstep.launch.leftovers import memory_home
 from lockstep.layout.world import World
 from lockstep.measure.breakdown import step_breakdown
-from lockstep.measure.peak import peak_flops, slow_bf16
+from lockstep.measure.peak import peak_flops, slow_precision
 from lockstep.strategies import ParallelModel, StepResult, strategy_name
 from lockstep.strategies.compiling import seconds_compiling
 from lockstep.strategies.pipeline import micro_batches_of
@@ -75,7 +75,8 @@ class ConsoleLogger:
             f"on {world.device.type} ({world.backend}), {config.train.precision}"
         )
         self.console.print(f"{batch_in_words(config, self.strategy)}, {counted(steps, 'step')}")
-        for line in [*slow_bf16(world.device.type, config.train.precision), *makes_no_sense(config, self.strategy)]:
+        slow = slow_precision(world.device.type, config.train.precision, config.train.compile != "none")
+        for line in [*slow, *makes_no_sense(config, self.strategy)]:
             self.warn(line)
         if self.has_tokens and self.strategy.flops_per_sample:
             peak = f"{self.peak / 1e12:.3g} TFLOP/s per rank ({self.peak_source})"

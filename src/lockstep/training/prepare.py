@@ -98,11 +98,11 @@ def prepared_model(config: Config, spec: DataSpec, plain: nn.Module | None = Non
     model = build_model(config.model, spec, config.train.seed) if plain is None else copy.deepcopy(plain)
     if config.train.weights is not None:
         load_weights(model, Path(config.train.weights))
-    return fill_adapters(with_adapters(model, config), config.train.seed)
+    return fill_adapters(with_changed_layers(model, config), config.train.seed)
 
 
-def with_adapters(model: nn.Module, config: Config) -> nn.Module:
-    """And, if asked for, with layers that multiply in FP8."""
+def with_changed_layers(model: nn.Module, config: Config) -> nn.Module:
+    """Its linear layers as the config wants them: with adapters, or multiplying in FP8."""
     if config.train.precision == "fp8":
         in_float8(model, config.fp8.scaling)
     lora = config.lora
@@ -120,7 +120,7 @@ def frozen_weights(config: Config) -> dict[str, str]:
 
 def deferred_model(config: Config, spec: DataSpec) -> Deferred:
     """The same as `prepared_model`, to be made one module at a time."""
-    return Deferred(lambda: with_adapters(build_model(config.model, spec), config), config.train.seed)
+    return Deferred(lambda: with_changed_layers(build_model(config.model, spec), config), config.train.seed)
 
 
 def load_weights(model: nn.Module, file: Path) -> None:
@@ -148,7 +148,7 @@ def check_device(world: World, config: Config) -> None:
     if not on_gpu and model.own_gelu:
         raise UserError("model.own_gelu is for GPUs, and these ranks run on the CPU; give --model.no-own-gelu")
     if kernel in ("cudnn", "flash") and precision not in COMPUTE_DTYPES:
-        raise UserError(f"model.attention {kernel} does not compute in {precision}; use train.precision bf16 or fp16")
+        raise UserError(f"model.attention {kernel} does not compute in {precision}; use bf16, fp16 or fp8")
     if kernel == "efficient" and precision == "fp64":
         raise UserError("model.attention efficient does not compute in fp64; use auto or math")
     if kernel in ("cudnn", "efficient") and model.kv_heads not in (None, model.heads):

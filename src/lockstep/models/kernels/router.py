@@ -1,4 +1,5 @@
-"""A linear layer of rows in bf16 and a weight in fp32, on the matrix units of a GPU, as exact as in fp32.
+"""A linear layer of rows in bf16 and a weight in fp32, on the matrix units of a GPU: scores and the weight's gradient
+as exact as in fp32.
 
 A number in fp32 is the sum of three in bf16: 8 + 8 + 8 bits. So the weight becomes three weights, and one product in
 bf16, which adds up in fp32, gives all three results. In fp32 itself a GPU takes its slow units, and a copy of the rows.
@@ -21,12 +22,12 @@ ELEMENTS = 2048
 
 
 @triton.jit
-def _split(x, parts, count, width, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _split(x, parts, count, width, PARTS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = place < count
-    into = parts + place // width * 3 * width + place % width
+    into = parts + place // width * PARTS * width + place % width
     rest = tl.load(x + place, mask=inside, other=0.0)
-    for part in tl.static_range(3):
+    for part in tl.static_range(PARTS):
         narrow = rest.to(tl.bfloat16)
         tl.store(into + part * width, narrow, mask=inside)
         rest -= narrow.to(tl.float32)
@@ -37,7 +38,7 @@ def split(x: Tensor) -> Tensor:
     x = x.contiguous()
     parts = x.new_empty(len(x), PARTS, x.shape[1], dtype=torch.bfloat16)
     if count := x.numel():
-        _split[(triton.cdiv(count, ELEMENTS),)](x, parts, count, x.shape[1], ELEMENTS)
+        _split[(triton.cdiv(count, ELEMENTS),)](x, parts, count, x.shape[1], PARTS, ELEMENTS)
     return parts
 
 

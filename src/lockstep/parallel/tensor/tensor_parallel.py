@@ -33,6 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
+from lockstep.models.float8 import Float8Linear
 from lockstep.models.replace import replace_module
 from lockstep.parallel.data.wrapper import broadcast_module, check_same_model
 from lockstep.parallel.guards import mark_spread
@@ -202,6 +203,8 @@ def check_plain(part: nn.Module) -> None:
         raise UserError("it has hooks, which its parts would not have; register them afterwards")
     if is_parametrized(part):
         raise UserError("its weight is parametrized, which its parts' would not be")
+    if isinstance(part, Float8Linear):
+        raise UserError("it multiplies in FP8, which its parts would do by other scales; leave lockstep.in_float8 out")
 
 
 # ---- sequence parallelism: what is whole sees this rank's positions only -------------------------------------------
