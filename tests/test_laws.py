@@ -19,6 +19,7 @@ from lockstep.parallel.pipeline.timetable import Costs, most_held, timetable
 from lockstep.parallel.tensor import law as tensor
 from lockstep.parallel.zero import law as zero
 from lockstep.plan.describe import network_of_gpt
+from lockstep.plan.fp8 import advice, least_width, seconds_in_fp8
 from lockstep.plan.layout import PlanLayout
 from lockstep.plan.learn import layout_of
 from lockstep.plan.machine import parse_cluster
@@ -26,6 +27,7 @@ from lockstep.plan.memory import memory_of
 from lockstep.plan.network import Network
 from lockstep.plan.search import Question, ScoredLayout, search
 from lockstep.plan.setting import Setting
+from lockstep.plan.software import COMPILED
 from lockstep.plan.step import step_time
 from lockstep.strategies import STRATEGIES, degrees_of
 from lockstep.strategies.table import strategy_dividing
@@ -134,12 +136,31 @@ def test_what_is_planned_in_fp8_can_be_run() -> None:
         assert as_config(Config(model=GPT(size="medium", context=1024)), plan).train.precision == precision
         assert not_run(plan) is None
         assert "multiply in bf16" in (not_run(with_layout(plan, tp=2)) or "")
-    bf16 = setting()
+    bf16 = setting(tp=1)
     fp8 = replace(bf16, precision="fp8")
     others = replace(fp8, software=replace(fp8.software, lockstep_engines=False))
     products = [step_time(one).terms["products"] for one in (others, fp8, bf16)]
     assert products == sorted(products)
     assert len(set(products)) == 3
+
+
+def test_whether_fp8_pays() -> None:
+    """Where it was measured (docs/results/h200/precision.txt): 1.10 for GPT-2 xl; and at width 768 it does not."""
+    gains = {}
+    for size in ("small", "xl"):
+        network = network_of_gpt(GPT(size=size, context=1024, vocabulary=50304))  # type: ignore[arg-type]
+        fixed = (("micro_batch", 16),)
+        asked = Question(network, parse_cluster("1x1xh200"), 16, software=COMPILED, fixed=fixed)
+        (plan,) = search(asked, 1).plans
+        gains[size] = plan.time.seconds / (seconds_in_fp8(plan) or 0)
+    assert gains["small"] < 1
+    assert gains["xl"] == pytest.approx(1.10, abs=0.03)
+    width = least_width(plan.setting)
+    assert width is not None
+    assert 768 < width < 1600
+    assert f"from width {width:,} on" in (advice(plan) or "")
+    assert advice(search(Question(MEDIUM, parse_cluster("1x1xa100"), 8, software=COMPILED), 1).plans[0]) is None
+    assert advice(search(Question(MEDIUM, parse_cluster("1x1xh100"), 8), 1).plans[0]) is None  # nothing is compiled
 
 
 def test_learning_knows_deepspeeds_stages_and_how_interleaved_rounds() -> None:

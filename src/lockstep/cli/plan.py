@@ -12,6 +12,7 @@ from lockstep.config import GPT, Config, Model, Planned, ResNet, check_ranges, s
 from lockstep.config.gpt import SIZES
 from lockstep.config.shipped import is_config
 from lockstep.errors import UserError
+from lockstep.plan import fp8
 from lockstep.plan.describe import network_of_gpt, network_of_hf
 from lockstep.plan.known import KNOWN, known_model
 from lockstep.plan.layout import PlanLayout
@@ -116,6 +117,8 @@ def main(argv: list[str]) -> int:
         print(f"note: {kind} has no units for {question.precision}; the next wider type is taken")
     tokens = parse_tokens(arguments.tokens) if arguments.tokens is not None else None
     show(answer, arguments.top, tokens, arguments.explain)
+    if answer.plans and (line := fp8.advice(answer.best)) is not None:
+        print(line)
     write(answer, arguments, config)
     return 0 if answer.plans else 1
 
