@@ -21,7 +21,7 @@ CHAPTERS = {
     "Pipeline parallel": ("Pipeline", "pipeline_schedule"),
     "Context parallel": ("shard_sequence", "gather_sequence", "ring_attention", "ulysses_attention"),
     "Experts": ("MixtureOfExperts", "expert_parallel"),
-    "Optimizers": ("Muon", "ScheduleFreeAdamW", "WeightAverage"),
+    "Optimizers": ("Muon", "LowBitAdamW", "ScheduleFreeAdamW", "WeightAverage"),
     "Precision": ("in_float8",),
     "Mistakes": ("UserError",),
 }
@@ -68,7 +68,7 @@ def entry(name: str, thing: Any) -> str:
         lines.append(f"```python\n{signature(name, thing)}\n```\n")
     lines.append(in_markdown(inspect.getdoc(thing) or ""))
     if inspect.isclass(thing):
-        made = inspect.getdoc(thing.__init__) or ""
+        made = inspect.cleandoc(thing.__init__.__doc__ or "")
         if "__init__" in vars(thing) and made:
             lines.append(in_markdown(made))
         lines += [f"- `{method}{arguments(of)}`: {first_line(of)}" for method, of in methods(thing)]

@@ -55,7 +55,7 @@ MISTAKES = {
     "train --train.channels 18": "unknown flag --train.channels; did you mean model.channels?",
     "train --model.name vgg": "model.name is 'vgg', but it must be one of mlp, cnn, resnet, gpt",
     "train --nprocs 2": "unknown flag --nprocs; did you mean --nproc?; see lockstep train --help",
-    "train --train.lr abc": "--train.lr is 'abc', but it must be float",
+    "train --train.lr abc": "--train.lr is 'abc', but it must be a number",
     "train --train.precision=fp9": "--train.precision is 'fp9', but it must be one of fp32, fp64, bf16, fp16, fp8",
     "train --train.batch-size 0": "train.batch_size is 0, but it must be 1 or more",
     "train --nproc 0": "--nproc is 0, but it must be 1 or more",
@@ -212,7 +212,7 @@ def test_without_a_terminal_a_long_work_tells_how_far_it_is(
     [
         (["trian"], "did you mean train?"),
         (["bench", "comms"], "there are bench comm, bench train, bench scaling\n"),
-        (["train", "configs/digits_cnn.yaml", "--nproc", "two"], "--nproc: two was given, which is not a whole number"),
+        (["train", "configs/digits_cnn.yaml", "--nproc", "two"], "--nproc is 'two', but it must be a whole number"),
     ],
 )
 def test_slips_are_recognized(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from lockstep.doctor.running import look_at
 from lockstep.errors import RankError
 from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
+from lockstep.models.loss import CrossEntropy
 from lockstep.profile import profile_steps
 from lockstep.profile.nvtx import mark_steps
 from lockstep.strategies import ParallelModel, available_strategies, strategy_named
@@ -98,6 +99,9 @@ def check_kernels(world: World) -> None:
         assert int(correct) == int((logits.argmax(-1) == targets).sum())
         (mine,) = torch.autograd.grad(loss * 0.3, logits)
         torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
+        (theirs,) = torch.autograd.grad(CrossEntropy(1e-2)(logits.float(), targets), logits)
+        (mine,) = torch.autograd.grad(cross_entropy(logits, targets, -100, 1e-2)[0], logits)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-6)
     for dtype, shape in ((torch.bfloat16, (3, 301, 6400)), (torch.float32, (1, 5)), (torch.float16, (1000, 3072))):
         x = torch.randn(shape, device=world.device, dtype=dtype, requires_grad=True)
         bias = torch.randn(shape[-1], device=world.device, requires_grad=True)

@@ -2,19 +2,20 @@
 
 import ast
 import inspect
-import re
 import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass
+from difflib import get_close_matches
 from io import StringIO
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from textwrap import dedent, fill
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from lockstep.config.check import check_word
 from lockstep.errors import UserError
 
 T = TypeVar("T")
@@ -27,6 +28,8 @@ def parse(cls: type[T], argv: list[str], command: str, default: T | None = None)
         options["default"] = default
     if {"-h", "--help"} & set(argv):
         unbreak_help(cls)
+    else:
+        check_flags(cls, argv, command)
     said, shown = StringIO(), Screen()
     try:
         with redirect_stderr(said), redirect_stdout(shown):
@@ -83,19 +86,36 @@ def on_one_line(box: str) -> str:
     """What tyro says in a box of several lines, of which the first ones name the mistake."""
     lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
     parts = " ".join(line if line.strip("─") else "\n" for line in lines).split("\n")
-    mistake = parts[0].strip().rstrip(".")
-    unknown = re.match(r"Unrecognized options: (--[^ ,]+)", mistake)
-    if unknown is None:
-        mistake = mistake.removeprefix("Error parsing ")
-        for kind, wanted in (("INT", "a whole number"), ("FLOAT", "a number")):
-            mistake = re.sub(
-                rf"no type matching (?:{{None}}\|)?{kind} could be instantiated from \['([^']*)'\]",
-                rf"\1 was given, which is not {wanted}",
-                mistake,
-            )
-        return mistake
-    meant = re.search(r"Perhaps you meant:\s+(--[^ ,]+)", box.replace("│", " "))
-    return f"unknown flag {unknown[1]}" + (f"; did you mean {meant[1]}?" if meant else "")
+    return parts[0].strip().rstrip(".").removeprefix("Error parsing ")
+
+
+def check_flags(cls: type, argv: list[str], command: str) -> None:
+    """Refuse flags that a command does not have, and words that are not of a flag's type. Flags of a config's sections
+    (`--train.lr`) have been checked before; what is more involved tyro finds.
+    """
+    known = flag_owners(cls)
+    words = list(chain.from_iterable(word.split("=", 1) if word.startswith("--") else [word] for word in argv))
+    for flag, word in pairwise([*words, "--"]):
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or "." in name or name in ("", "help"):
+            continue
+        if name in known and not word.startswith("--"):
+            check_word(known[name], "", name, word, flag)
+        elif name not in known and name.removeprefix("no_") not in known:
+            alike = get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"; did you mean --{alike[0].replace('_', '-')}?" if alike else ""
+            raise UserError(f"unknown flag {flag}{hint}; see lockstep {command.split(' ')[0]} --help")
+
+
+def flag_owners(cls: type) -> dict[str, type]:
+    """The name of each flag without a dot -> the dataclass that has it: the command's own, or one that stands in it
+    without a name.
+    """
+    found: dict[str, type] = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        is_nameless = any(getattr(part, "name", None) == "" for part in getattr(hint, "__metadata__", ()))
+        found |= flag_owners(get_args(hint)[0]) if is_nameless else {name: cls}
+    return found
 
 
 def refuse_positional(argv: list[str], command: str) -> None:

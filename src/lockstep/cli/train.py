@@ -9,13 +9,16 @@ from math import isfinite
 from pathlib import Path
 
 from lockstep.cli.arguments import RunArguments
-from lockstep.cli.checks import check_before_ranks, check_paths
+from lockstep.cli.checks import check_before_ranks, check_paths, device_type
 from lockstep.cli.flags import config_from, sections, without_flag
 from lockstep.cli.parsing import parse
 from lockstep.config import Config, Planned
 from lockstep.errors import RankError, UserError
 from lockstep.launch import Launch, adopt_environment, run_on_ranks
+from lockstep.launch.keep_going import run_keeping_going
+from lockstep.strategies.hand_over import check_keeps_going
 from lockstep.training.attempt import note_if_gone
+from lockstep.training.keep_going import train_keeping_going
 from lockstep.training.loop import train_in_folder
 from lockstep.training.out_of_memory import RAN_OUT
 from lockstep.training.result import TrainResult
@@ -54,6 +57,10 @@ class TrainArguments(RunArguments):
     max_restarts: int = 0
     """When a rank fails or is killed, start all ranks anew, at most so often; they go on from the newest whole
     checkpoint of the run. Under torchrun, give its own --max-restarts."""
+    keep_going: bool = False
+    """When a rank fails or is killed, the others go on at once, with the same global batch, from the step that was
+    under way; another one is started in its place, and joins them. For ranks on this machine's CPUs that each hold a
+    whole copy (naive, flat, overlap, bucketed), over shared memory."""
     trust: bool = False
     """Run the code that a config.yaml of a run's folder names (imports); it may be a stranger's."""
 
@@ -65,16 +72,24 @@ def main(argv: list[str]) -> int:
     check_before_ranks(config, arguments.launch, default_nproc=1)
     if arguments.max_restarts < 0:
         raise UserError(f"--max-restarts is {arguments.max_restarts}, but it must be 0 or more")
+    if arguments.keep_going:
+        check_keep_going(arguments)
     if arguments.max_restarts and adopt_environment():
         raise UserError("--max-restarts is for ranks that lockstep starts; give it to torchrun, before -m lockstep")
     check_paths(("--run-dir", arguments.run_dir), ("--resume", arguments.resume))
     start_from_import(arguments, config)
+    asked = config, arguments.run_dir, arguments.resume
     try:
-        result: TrainResult = run_on_ranks(
-            *(train_in_folder, config, arguments.run_dir, arguments.resume),
-            launch=arguments.launch,
-            saves_when_stopped=True,
-            max_restarts=arguments.max_restarts,
+        result: TrainResult = (
+            run_keeping_going(train_keeping_going, *asked, launch=arguments.launch)
+            if arguments.keep_going
+            else run_on_ranks(
+                train_in_folder,
+                *asked,
+                launch=arguments.launch,
+                saves_when_stopped=True,
+                max_restarts=arguments.max_restarts,
+            )
         )[0]
     except RankError:
         for run in [Path(arguments.run_dir)] if arguments.run_dir else Path("runs").glob("*"):
@@ -86,6 +101,27 @@ def main(argv: list[str]) -> int:
         ranks = int(os.environ.get("WORLD_SIZE") or arguments.launch.nproc or 1)
         raise UserError("\n".join([str(mistake), *beyond(config, ranks, arguments.launch)])) from mistake
     return print_outcome(result, argv, config.plan) if result.is_main else status_of(result)
+
+
+def check_keep_going(arguments: TrainArguments) -> None:
+    """Refuse what --keep-going cannot do, before any rank starts."""
+    launch = arguments.launch
+    if adopt_environment():
+        raise UserError("--keep-going is for ranks that lockstep starts; leave it out under torchrun and srun")
+    if arguments.max_restarts:
+        raise UserError(
+            f"--keep-going starts lost ranks again by itself, as often as it takes; leave --max-restarts "
+            f"{arguments.max_restarts} out"
+        )
+    if device_type(launch) != "cpu" or sys.platform != "linux":
+        raise UserError("--keep-going is for CPU ranks of one Linux machine; give --device cpu, or use --max-restarts")
+    if launch.backend not in (None, "shm"):
+        raise UserError(f"--keep-going is for ranks that share memory, and --backend is {launch.backend}; leave it out")
+    if (launch.nproc or 1) < 2:
+        raise UserError(
+            f"--keep-going needs another rank that goes on, and --nproc is {launch.nproc or 1}; give 2 or more"
+        )
+    check_keeps_going(arguments.parallel)
 
 
 def start_from_import(arguments: TrainArguments, config: Config) -> None:

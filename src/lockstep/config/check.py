@@ -113,10 +113,21 @@ def type_name(type_: Any) -> str:
         return "one of " + ", ".join(map(str, inner))
     if origin in (Union, UnionType):
         names = [type_name(part) for part in sorted(inner, key=lambda part: part is type(None))]
-        return f"{names[0]}, null" if names[0].startswith("one of") and names[1:] == ["null"] else " | ".join(names)
+        return f"{names[0]}, null" if names[0].startswith("one of") and names[1:] == ["null"] else " or ".join(names)
     if origin is tuple:
-        return f"a list of {type_name(inner[0])}"
-    return {type(None): "null", dict: "a section of keys"}.get(origin or type_, getattr(type_, "__name__", str(type_)))
+        one = type_name(inner[0])
+        return f"a list of {one.removeprefix('a ')}s" if one.startswith("a ") else f"a list of {one}"
+    return WORDS.get(origin or type_, getattr(type_, "__name__", str(type_)))
+
+
+WORDS = {
+    type(None): "null",
+    dict: "a section of keys",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
 
 
 def _shortly(value: Any) -> str:
@@ -124,7 +135,10 @@ def _shortly(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
-OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw", "muon", "schedule_free"), ("constant", "cosine", "step")
+LOW_BITS = {"adamw_8bit": 8, "adamw_bf16": 16}
+"""Optimizers whose state has fewer bits than fp32."""
+OPTIMIZERS = ("sgd", "adam", "adamw", *LOW_BITS, "muon", "schedule_free")
+SCHEDULES = ("constant", "cosine", "step")
 
 
 def check_names(config: Config) -> None:

@@ -213,14 +213,18 @@ class Train:
     loss: str | None = None
     """Of your own: package.module:function, (outputs, targets) -> their mean. None: cross entropy, or the mean squared
     error where targets are floating-point numbers."""
+    z_loss: Amount = 0.0
+    """With cross entropy: the weight of the mean square of the logits' logsumexp, which keeps them small (usually
+    1e-4). It is in the gradients only; losses that are shown are cross entropies."""
     optimizer: str = "sgd"
-    """sgd, adam, adamw, muon (for the matrices of the blocks, adamw for the rest), schedule_free (AdamW that averages
-    its weights), or one of your own: package.module:class, as torch.optim:RMSprop."""
+    """sgd, adam, adamw, adamw_8bit and adamw_bf16 (AdamW whose two moments take 2 and 4 bytes of each weight instead of
+    8), muon (for the matrices of the blocks, adamw for the rest), schedule_free (AdamW that averages its weights), or
+    one of your own: package.module:class, as torch.optim:RMSprop."""
     lr: Rate = 0.1
     momentum: Share = 0.9
     """Of sgd."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Of adam, adamw and schedule_free, and of what muon does not step itself."""
+    """Of adam, adamw in all its forms and schedule_free, and of what muon does not step itself."""
     muon_momentum: Share = 0.95
     weight_decay: Rate = 0.0
     schedule: str = "cosine"

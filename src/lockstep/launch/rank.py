@@ -50,13 +50,7 @@ def rank_main(
     The result goes as plain bytes. Tensors as such would go as file descriptors, which the launcher would have to fetch
     from this process, one connection for each.
     """
-    end_at_ctrl_c()
-    note_semaphores(folder)
-    if start_method == "forkserver":
-        become_a_rank_of_now(environment)
-    else:
-        die_with_parent(launcher)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    become_a_rank(launcher, start_method, environment, folder)
     try:
         with join_world(launch.device, launch.backend, launch.share_gpu, launch.timeout) as world:
             return pickle.dumps(unless_it_leaves(world.rank, function, world, *args))
@@ -69,6 +63,17 @@ def rank_main(
         if blames_another(error):
             time.sleep(LET_THE_CAUSE_COME_FIRST)
         leave()
+
+
+def become_a_rank(launcher: int, start_method: StartMethod, environment: dict[str, str], folder: str) -> None:
+    """Of the launcher: what a process does first."""
+    end_at_ctrl_c()
+    note_semaphores(folder)
+    if start_method == "forkserver":
+        become_a_rank_of_now(environment)
+    else:
+        die_with_parent(launcher)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def report_and_leave(error: BaseException) -> NoReturn:

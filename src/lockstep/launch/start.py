@@ -15,7 +15,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
@@ -150,18 +150,10 @@ def _start_ranks(
     for name in list(logging.root.manager.loggerDict):  # the agent's loggers; we report the failure ourselves
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    settings = {  # inherited by the ranks; what the user has set wins
-        "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "TORCH_CPP_LOG_LEVEL": "FATAL",  # else ranks whose peer is gone fill the screen; we report which failed first
-    }
-    settings = {name: value for name, value in settings.items() if name not in os.environ}
-    if threads is not None:
-        settings["OMP_NUM_THREADS"] = str(threads)
     remove_leftovers()
-    with changed_environment(**settings):
+    with rank_environment(nproc, threads):
         if start_method == "forkserver":
-            _start_server()
+            start_server()
         with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{signature()}-") as log_dir:
             before, tempfile.tempdir = tempfile.tempdir, log_dir  # torch leaves error files in the temporary folder
             config = LaunchConfig(
@@ -176,10 +168,10 @@ def _start_ranks(
                 monitor_interval=0.1,
                 logs_specs=DefaultLogsSpecs(log_dir=log_dir),
                 start_method=start_method,
-                signals_to_handle="SIGHUP,SIGQUIT",  # SIGTERM and SIGINT are ours: see `_passing_on`
+                signals_to_handle="SIGHUP,SIGQUIT",  # SIGTERM and SIGINT are ours: see `passing_on`
             )
             try:
-                with _passing_on(saves_when_stopped) as received, ctrl_c_held_back():
+                with passing_on(saves_when_stopped) as received, ctrl_c_held_back():
                     start = elastic_launch(config, rank_main)
                     results = start(
                         function, args, launch, os.getpid(), start_method, {**os.environ, FOLDER: os.getcwd()}, log_dir
@@ -196,11 +188,24 @@ def _start_ranks(
     return [pickle.loads(results[rank]) for rank in sorted(results)]
 
 
+def rank_environment(nproc: int, threads: int | None) -> AbstractContextManager[None]:
+    """Inside, ranks that start inherit this; what the user has set wins."""
+    settings = {
+        "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "TORCH_CPP_LOG_LEVEL": "FATAL",  # else ranks whose peer is gone fill the screen; we report which failed first
+    }
+    settings = {name: value for name, value in settings.items() if name not in os.environ}
+    if threads is not None:
+        settings["OMP_NUM_THREADS"] = str(threads)
+    return changed_environment(**settings)
+
+
 PRELOADED: tuple[str, ...] = ("torch._dynamo",)
 """What else the server imports: else each rank would, when it makes an optimizer, for seconds."""
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """The process that ranks are forks of, once for all launches; it imports what we have imported of ours."""
     imported = sorted(name for name in sys.modules if name.startswith("lockstep.") and not name.endswith("__main__"))
     multiprocessing.set_forkserver_preload(["lockstep.launch.rank", *imported, *PRELOADED])
@@ -218,7 +223,7 @@ TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def _passing_on(saves_when_stopped: bool) -> Iterator[list[str]]:
+def passing_on(saves_when_stopped: bool) -> Iterator[list[str]]:
     """Hand SIGTERM and SIGUSR1 to the ranks and go on waiting for them: training saves and returns, others end.
 
     The agent's own way is to drop the ranks' results and to kill them after 30 s, which may cut a save short. Ctrl-C

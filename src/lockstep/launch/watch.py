@@ -75,6 +75,7 @@ class Watch:
 
     def _connect(self) -> dist.Store:
         store = connected(store_address(), self.timeout)
+        store.delete_key(f"finished/{self.rank}")  # of an earlier rank of this number, where ranks come and go
         store.set(f"process/{self.rank}", f"{platform.node()} {os.getpid()} {process_namespace()}")
         return store
 

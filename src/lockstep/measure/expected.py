@@ -41,6 +41,6 @@ def theory_of(config: Config, spec: DataSpec, ranks: int) -> Sent | None:
     rows = Share(0, degrees.replicate * degrees.shard).of(train.batch_size)
     inputs = spec.inputs(rows.stop - rows.start)
     batch = Batch(inputs, first_rows(inputs))
-    loss = loss_for(spec.kind, train.loss, spec.classes)
+    loss = loss_for(spec.kind, train.loss, spec.classes, train.z_loss)
     found = traffic_by_axis(model, FirstRank(degrees), parallel, loss, batch, train.accumulation, compute=compute)
     return added(found.values())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import product
 from math import isclose, nan
 from types import SimpleNamespace
@@ -26,9 +27,25 @@ Measure = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 """(outputs, targets) -> (the sum of the losses, correct predictions; NaN where these are not known)."""
 
 
-def cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class CrossEntropy:
     """Sum over samples, or over tokens that are not padding. Classes are outputs' last dimension."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+
+    z_loss: float = 0.0
+    """Weight of the squared logsumexp of the logits, which keeps them small. It is in the gradients only: the value
+    stays the cross entropy, which can be compared with other runs' and with an evaluation's.
+    """
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        logits, targets = outputs.flatten(0, -2), targets.flatten()
+        loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        if not self.z_loss:
+            return loss
+        squares = logits.logsumexp(-1).square().masked_fill(targets == IGNORED, 0.0).sum()
+        return loss + self.z_loss * (squares - squares.detach())
+
+
+cross_entropy_sum = CrossEntropy()
 
 
 def squared_error_sum(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -36,11 +53,14 @@ def squared_error_sum(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets, reduction="sum") / targets[0].numel()
 
 
-def loss_for(kind: Kind, own: str | None = None, classes: int = 8) -> LossSum:
+def loss_for(kind: Kind, own: str | None = None, classes: int = 8, z_loss: float = 0.0) -> LossSum:
     """`own`: where a user's stands. `classes`: of the data, by which the user's is tried."""
+    if z_loss and (own is not None or kind == "regression"):
+        which = f"train.loss {own}" if own is not None else "the mean squared error of regression"
+        raise UserError(f"train.z_loss {z_loss:g} belongs to the cross entropy, and the loss is {which}; leave one out")
     if own is not None:
         return OwnLoss(own, classes)
-    return squared_error_sum if kind == "regression" else cross_entropy_sum
+    return squared_error_sum if kind == "regression" else CrossEntropy(z_loss)
 
 
 class OwnLoss:
@@ -136,8 +156,8 @@ def with_correct_count(loss: LossSum) -> Measure:
         logits = logits_of(outputs)
         if isinstance(logits, Tensor) and not targets.is_floating_point():
             logits = class_last(logits, targets)
-        if loss is cross_entropy_sum and logits.shape[-1] >= MANY_CLASSES and usable_on(logits):
-            return fused_cross_entropy(logits, targets)
+        if isinstance(loss, CrossEntropy) and logits.shape[-1] >= MANY_CLASSES and usable_on(logits):
+            return fused_cross_entropy(logits, targets, loss.z_loss)
         if isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
             outputs = outputs.float() if isinstance(outputs, Tensor) else outputs
@@ -148,11 +168,11 @@ def with_correct_count(loss: LossSum) -> Measure:
 
 
 @uncompiled
-def fused_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def fused_cross_entropy(outputs: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """Both by our own kernels."""
     from lockstep.models.kernels.cross_entropy import cross_entropy  # Triton is where GPUs are
 
-    return cross_entropy(outputs.flatten(0, -2), targets.flatten(), IGNORED)
+    return cross_entropy(outputs.flatten(0, -2), targets.flatten(), IGNORED, z_loss)
 
 
 def correct_count(logits: Tensor | None, targets: Tensor) -> Tensor:

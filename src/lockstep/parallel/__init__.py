@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.experts.expert_parallel import expert_parallel
     from lockstep.parallel.gradient_norm import clip_grad_norm_
     from lockstep.parallel.optimizer.average import WeightAverage
+    from lockstep.parallel.optimizer.low_bit import LowBitAdamW
     from lockstep.parallel.optimizer.muon import Muon
     from lockstep.parallel.optimizer.schedule_free import ScheduleFreeAdamW
     from lockstep.parallel.pipeline.pipeline import Pipeline
@@ -38,6 +39,7 @@ __all__ = [
     "DataParallel",
     "FullyShardedDataParallel",
     "LocalSGD",
+    "LowBitAdamW",
     "Muon",
     "Pipeline",
     "RowParallelLinear",
@@ -62,6 +64,7 @@ _HOMES = {
     "DataParallel": "lockstep.parallel.data.data_parallel",
     "FullyShardedDataParallel": "lockstep.parallel.zero.fully_sharded",
     "LocalSGD": "lockstep.parallel.data.local_sgd",
+    "LowBitAdamW": "lockstep.parallel.optimizer.low_bit",
     "Muon": "lockstep.parallel.optimizer.muon",
     "Pipeline": "lockstep.parallel.pipeline.pipeline",
     "RowParallelLinear": "lockstep.parallel.tensor.parallel_linear",

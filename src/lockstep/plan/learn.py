@@ -7,6 +7,7 @@ from statistics import mean, median
 from typing import Any
 
 from lockstep.config import Config, Train, load_config
+from lockstep.config.check import LOW_BITS
 from lockstep.config.load import MODELS, structure
 from lockstep.config.trust import check_trusted
 from lockstep.errors import UserError
@@ -70,6 +71,8 @@ def optimizer_bytes(train: Train, network: Network) -> float:
     elif train.optimizer == "muon":
         blocks = sum(layer.parameters * count for layer, count in network.layers)
         of_state = 8.0 - 4.0 * blocks / max(1, network.parameters)
+    elif train.optimizer in LOW_BITS:
+        of_state = LOW_BITS[train.optimizer] / 4
     else:
         of_state = 8.0
     return of_state + (4.0 if train.ema is not None else 0.0)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Config, Fp8, Parallel, Train
+from lockstep.config.check import LOW_BITS
 from lockstep.data import Inputs
 from lockstep.errors import UserError
 from lockstep.models.float8 import UNITS, has_units
@@ -34,6 +35,7 @@ def check_optimizer(train: Train, parallel: Parallel) -> None:
     averaging = "train.ema" if train.ema is not None else "train.optimizer schedule_free"
     for said, is_asked, can in (
         (averaging, train.ema is not None or train.optimizer == "schedule_free", "averages_weights"),
+        (f"train.optimizer {train.optimizer}", train.optimizer in LOW_BITS, "keeps_any_state"),
         ("train.clip_value", train.clip_value is not None, "clips_elements"),
     ):
         if is_asked and not getattr(STRATEGIES[parallel.data], can):

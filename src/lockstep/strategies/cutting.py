@@ -24,9 +24,9 @@ def cut_model(
     parallel, degrees = options.parallel, layout.degrees
     mixtures = mixtures_in(model).values()
     experts = Cut(has_experts=bool(mixtures), balances_experts=any(mixture.needs_load for mixture in mixtures))
-    plan = TensorPlan.of(model, degrees.tp, options.loss)
-    model = cut_into_stages(model, layout, parallel)
     by_dtensor = "tp" in parallel.native and degrees.tp > 1
+    plan = TensorPlan.of(model, degrees.tp, options.loss, by_dtensor)
+    model = cut_into_stages(model, layout, parallel)
     is_placed = by_dtensor or ("ep" in parallel.native and parallel.ep > 1)
     if is_placed:
         model.to(place, options.dtype)  # a DTensor that moves loses its hooks

@@ -42,6 +42,7 @@ SENDS = {
 class HandWritten(ByHand):
     """`parallel.data` is the mode."""
 
+    survives_losses = True
     takes_experts = True
     takes_any_graph = True
     takes_compression = True

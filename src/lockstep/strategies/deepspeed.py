@@ -50,6 +50,7 @@ class DeepSpeed(Engine):
     takes_user_config = True
     skips_not_finite = False
     averages_weights = False
+    keeps_any_state = False  # its utilities read and write state in fp32
     clips_elements = False
     package = "deepspeed"
     verified_in = "fp32"

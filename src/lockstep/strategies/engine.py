@@ -144,6 +144,12 @@ class Engine(ABC):
     """
     averages_weights: ClassVar[bool] = True
     """An optimizer may average the weights it steps, for evaluation: they are the same run on all ranks."""
+    survives_losses: ClassVar[bool] = False
+    """Every rank holds all that there is of a run, and its collectives may fail: when one rank is lost, the others can
+    go on.
+    """
+    keeps_any_state: ClassVar[bool] = True
+    """An optimizer's state may be of any type, and is saved as it is."""
     clips_elements: ClassVar[bool] = True
     """Our worker clips the gradients."""
     scales_loss = False

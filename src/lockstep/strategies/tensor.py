@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lockstep.config import Parallel
 from lockstep.errors import UserError
 from lockstep.layout import Group
-from lockstep.models.loss import LossSum, Measure, cross_entropy_sum
+from lockstep.models.loss import CrossEntropy, LossSum, Measure
 from lockstep.parallel.pipeline.stage import Elsewhere
 from lockstep.parallel.tensor.parallel_linear import ColumnParallelLinear
 from lockstep.parallel.tensor.propose import proposed_plan, shown_plan
@@ -23,23 +23,27 @@ class TensorPlan:
 
     kinds: dict[str, str]
     head: str | None = None
+    z_loss: float = 0.0
+    """Of the loss of a head's cut outputs."""
 
     @classmethod
-    def of(cls, model: nn.Module, degree: int, loss: LossSum) -> "TensorPlan":
-        """The model's own plan. Logits that only a cross entropy reads are never gathered."""
+    def of(cls, model: nn.Module, degree: int, loss: LossSum, native: bool = False) -> "TensorPlan":
+        """The model's own plan. Logits that only a cross entropy reads are never gathered (`native`: torch's loss over
+        parts, which has no z-loss).
+        """
         if degree == 1:
             return cls({})
         plan = declared_plan(model)
         heads = [name for name, kind in plan.items() if kind == "column:gather"]
-        if len(heads) == 1 and loss is cross_entropy_sum:
-            return cls(match_plan(model, {**plan, heads[0]: "vocab"}), heads[0])
+        if len(heads) == 1 and isinstance(loss, CrossEntropy) and not (native and loss.z_loss):
+            return cls(match_plan(model, {**plan, heads[0]: "vocab"}), heads[0], loss.z_loss)
         return cls(match_plan(model, plan))
 
     def here(self, stage: nn.Module) -> "TensorPlan":
         """The plan for the modules of this pipeline stage."""
         there = {name for name, part in stage.named_modules(remove_duplicate=False) if not isinstance(part, Elsewhere)}
         kinds = {name: kind for name, kind in self.kinds.items() if name in there}
-        return TensorPlan(kinds, self.head if self.head in kinds else None)
+        return TensorPlan(kinds, self.head if self.head in kinds else None, self.z_loss)
 
 
 def cut_tensors(
@@ -58,7 +62,7 @@ def cut_tensors(
     start = head.cut.ranges[0][0]
 
     def measure(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        loss, correct = cross_entropy_of_parts(outputs, targets, group, start)
+        loss, correct = cross_entropy_of_parts(outputs, targets, group, start, plan.z_loss)
         return loss.sum(), correct.sum()
 
     return measure

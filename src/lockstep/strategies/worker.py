@@ -266,12 +266,13 @@ class Worker:
         self.copies = []
 
     def _skips_on_device(self) -> bool:
-        """A fused Adam changes nothing if a flag on the device is set: that gradients are not finite. So
-        the host need not wait for the norm, unless it has work to do at a skipped step.
+        """A fused Adam, and LowBitAdamW on a GPU, change nothing if a flag on the device is set: that gradients are not
+        finite. So the host need not wait for the norm, unless it has work to do at a skipped step.
         """
         if self._fused is None:
             optimizer = self.engine.local_optimizer
             mine = isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults.get("fused"))
+            mine |= self.device.type == "cuda" and getattr(optimizer, "skips_on_device", False)
             tensors = any(p.numel() for p in parameters_of(optimizer))
             # Some ranks may hold nothing of a small model: these follow the others.
             votes = all_gather_objects(mine if tensors else None, self.layout.norm)

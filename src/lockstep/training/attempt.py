@@ -20,6 +20,7 @@ import psutil
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.errors import UserError
+from lockstep.launch.regroup import Regroup
 from lockstep.launch.watch import store_address
 from lockstep.layout.world import World
 from lockstep.results.whole import write_whole
@@ -127,6 +128,8 @@ class Attempt:
             with mmap.mmap(file.fileno(), NUMBER.size) as self._step:
                 try:
                     yield
+                except Regroup:
+                    raise  # it goes on
                 except BaseException:
                     self.end("failed")
                     raise

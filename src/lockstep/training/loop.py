@@ -2,18 +2,21 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import isfinite, nan
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lockstep.comm.ledger import mark
 from lockstep.config import Config, check_ranges, save_config
 from lockstep.data import DataSet, Reader
 from lockstep.errors import RankError, UserError
+from lockstep.launch.regroup import Regroup
 from lockstep.layout.world import World
 from lockstep.results.record import Record
 from lockstep.strategies import ParallelModel
@@ -28,7 +31,7 @@ from lockstep.training.out_of_memory import out_of_memory_in_one_line
 from lockstep.training.pace import Pace
 from lockstep.training.prepare import frozen_weights, load_data, prepare_strategy
 from lockstep.training.result import TrainResult
-from lockstep.training.run_folder import CONFIG, choose_folder, locked, write_spec
+from lockstep.training.run_folder import CONFIG, RunFolder, choose_folder, locked, write_spec
 from lockstep.training.saving import Saving
 from lockstep.training.status import StatusBar
 from lockstep.training.stopping import stopping_in_good_order
@@ -52,11 +55,19 @@ def train(
     """
     check_ranges(config)
     with locked(world, folder) if folder is not None else nullcontext():
-        return _train(world, config, folder, quiet, resume, ended_in)
+        return train_with(world, config, load_data(world, config), folder, quiet, Begin(resume, ended_in))
 
 
 def train_in_folder(world: World, config: Config, run_dir: str | None, resume: str | None) -> TrainResult:
     """The same, with the folder that the first rank chooses (`run_folder.py`)."""
+    chosen = chosen_folder(world, config, run_dir, resume)
+    result = train(world, config, chosen.folder, resume=chosen.source, ended_in=chosen.ended_in)
+    result.folder = chosen.folder
+    return result
+
+
+def chosen_folder(world: World, config: Config, run_dir: str | None, resume: str | None) -> RunFolder:
+    """Where the run is to be, and what it goes on from; a batch that is counted by rank is counted here."""
     chosen = choose_folder(world, config, run_dir, resume)
     if world.is_main:
         for line in chosen.passed_over:
@@ -65,27 +76,37 @@ def train_in_folder(world: World, config: Config, run_dir: str | None, resume: s
             print("--resume auto: there is no checkpoint to go on from; this run starts at the beginning")
     if chosen.batch_size is not None:
         config.train.batch_size = chosen.batch_size
-    result = train(world, config, chosen.folder, resume=chosen.source, ended_in=chosen.ended_in)
-    result.folder = chosen.folder
-    return result
+    return chosen
 
 
-def _train(
-    world: World,
-    config: Config,
-    folder: Path | None,
-    quiet: bool,
-    resume: Path | None,
-    ended_in: tuple[int, ...] | None,
+@dataclass
+class Begin:
+    """How a run begins, where it does not begin with its first step."""
+
+    resume: Path | None = None
+    ended_in: tuple[int, ...] | None = None
+    take_over: "Callable[[Run], None] | None" = None
+    """From ranks that are there already: where some were lost, or have come back."""
+
+    def apply(self, run: "Run", folder: Path | None) -> None:
+        """Every rank calls it."""
+        if self.take_over is not None:
+            self.take_over(run)
+        elif self.ended_in is not None and folder is not None:
+            run.steps_done = run.resumed_at = run.saving.go_on(folder)
+        elif self.resume is not None:
+            run.steps_done = run.resumed_at = run.saving.resume(self.resume)
+
+
+def train_with(
+    world: World, config: Config, dataset: DataSet, folder: Path | None, quiet: bool, begin: Begin
 ) -> TrainResult:
-    dataset = load_data(world, config)
+    """`folder` is this run's alone."""
     strategy = prepare_strategy(world, config, dataset)
     torch.manual_seed(strategy.layout.seed(config.train.seed))
     run = Run(world, config, dataset, strategy, folder, quiet or not world.is_main)
-    if ended_in is not None and folder is not None:
-        run.steps_done = run.resumed_at = run.saving.go_on(folder)
-    elif resume is not None:
-        run.steps_done = run.resumed_at = run.saving.resume(resume)
+    begin.apply(run, folder)
+    ended_in = begin.ended_in
     if world.is_main and folder is not None:
         with writing_to(folder):
             save_config(config, folder / CONFIG)
@@ -97,7 +118,7 @@ def _train(
         stopping_in_good_order(strategy) as signals,
         run.attempt.noted(),
     ):
-        run.logger.metrics = metrics
+        run.logger.metrics, run.signals = metrics, signals
         if ended_in is not None:
             lost = max(0, ended_in[-1] - 1 - run.steps_done)
             run.logger.record(
@@ -131,6 +152,17 @@ class Run:
         self.world, self.config, self.dataset, self.strategy = world, config, dataset, strategy
         self.logger = ConsoleLogger(world, config, dataset, strategy, quiet)
         self.stopped = False
+        self.ends_for_others: Callable[[], bool] | None = None
+        """Where ranks may come back: whether the ranks have stopped to let one in."""
+        self.after_regrouping: Callable[[], None] | None = None
+        """This goes on with a run whose ranks have changed; called behind its first step, by the first rank."""
+        self.signals: list[str] = []
+        """That have asked this rank to stop."""
+        self.step_ended = time.perf_counter()
+        self.before_step: tuple[int, list[Tensor]] = (-1, [])
+        """How many steps had been taken when the last one began, and copies of the buffers: a step that is not finished
+        has changed them.
+        """
         self.attempt: Attempt | None = None
         train = config.train
         share, workers = strategy.batch_share(), config.data.workers
@@ -155,7 +187,8 @@ class Run:
         self.gave_up = False
 
     def train(self) -> TrainResult:
-        self.logger.announce(self.reader.samples, self.total_steps)
+        if self.after_regrouping is None:
+            self.logger.announce(self.reader.samples, self.total_steps)
         start = time.perf_counter()
         self.logger.start()
         epoch = self.steps_done // self.steps_per_epoch
@@ -220,14 +253,20 @@ class Run:
             self.saving.watch_the_clock()
             if self.attempt is not None:
                 self.attempt.take(self.steps_done + 1)
+            if self.ends_for_others is not None:
+                self.before_step = self.steps_done, [b.clone() for b in self.strategy.model.buffers()]
             result = self.strategy.step(batch)
             end = mark(self.world.device)
             self.steps_done += 1
+            self.step_ended = time.perf_counter()
             phases, ledger = copy(self.strategy.phases), copy(self.strategy.ledger)  # the next step begins new ones
             self.unseen.append(
                 Issued(self.steps_done, epoch, samples, batch, lr, data_seconds, result, end, phases, ledger)
             )
             self._look(self.ahead)
+            if self.after_regrouping is not None:
+                self.after_regrouping()
+                self.after_regrouping = None
             self.bar.show(self.steps_done, epoch + 1, self.logger.status)
             evaluate_steps = self.config.train.evaluate_steps
             if evaluate_steps and self.steps_done % evaluate_steps == 0 and self.steps_done < self.total_steps:
@@ -260,7 +299,7 @@ class Run:
         while len(self.unseen) > leave:
             step = self.unseen.popleft()
             self._guard(step)
-            self.stopped = self.stopped or step.result.stop
+            self._stop_if(step.result.stop)
             self.saving.heard(step.result)
             breakdown = self.logger.add(step)
             for line in self.pace.add(breakdown):
@@ -269,6 +308,12 @@ class Run:
                 self.logger.record("straggler", step.number, {"rank": rank, "phase": phase, "times": times})
             if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
                 self.logger.log(step)
+
+    def _stop_if(self, asked: bool) -> None:
+        """All ranks have heard it in the same step."""
+        if asked and self.ends_for_others is not None and self.ends_for_others():
+            raise Regroup
+        self.stopped = self.stopped or asked
 
     def _guard(self, step: Issued) -> None:
         """All ranks have skipped a non-finite step together: say where it came from, and stop when it does not end."""
@@ -297,7 +342,7 @@ class Run:
         found = evaluate(self.strategy, self.dataset.test, fits, train.evaluate_batches)
         self.logger.was_away("evaluation", start)
         if found is None:
-            self.stopped = True
+            self._stop_if(True)
             return nan, nan
         loss, accuracy = found
         self.logger.tested(self.steps_done, max(1, epoch), loss, accuracy)

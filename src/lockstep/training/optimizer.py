@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Train
+from lockstep.config.check import LOW_BITS
 from lockstep.config.user_code import called, imported, is_import, only_taken, where_and_what
 from lockstep.errors import UserError
+from lockstep.parallel.optimizer.low_bit import LowBitAdamW
 from lockstep.parallel.optimizer.muon import Muon
 from lockstep.parallel.optimizer.schedule_free import ScheduleFreeAdamW
 
@@ -21,12 +23,16 @@ def build_optimizer(train: Train, parameters: Iterable[nn.Parameter]) -> torch.o
         return torch.optim.SGD(parameters, train.lr, train.momentum, weight_decay=train.weight_decay)
     if is_import(train.optimizer):
         return user_optimizer(train, parameters)
+    fused = should_fuse(parameters) or None  # None: PyTorch's own default
     if train.optimizer == "muon":
-        return Muon(parameters, train.lr, train.betas, weight_decay=train.weight_decay, momentum=train.muon_momentum)
+        decay, momentum = train.weight_decay, train.muon_momentum
+        return Muon(parameters, train.lr, train.betas, weight_decay=decay, momentum=momentum, fused=fused)
+    if train.optimizer in LOW_BITS:
+        bits = LOW_BITS[train.optimizer]
+        return LowBitAdamW(parameters, train.lr, train.betas, weight_decay=train.weight_decay, bits=bits)
     if train.optimizer == "schedule_free":
         return ScheduleFreeAdamW(parameters, train.lr, train.betas, weight_decay=train.weight_decay)
     cls = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
-    fused = should_fuse(parameters) or None  # None: PyTorch's own default
     return cls(parameters, train.lr, train.betas, weight_decay=train.weight_decay, fused=fused)
 
 

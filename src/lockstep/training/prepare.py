@@ -33,7 +33,7 @@ from lockstep.training.optimizer import optimizer_factory
 def options_for(config: Config, dataset: DataSet) -> Options:
     train = config.train
     return Options(
-        loss=loss_for(dataset.spec.kind, train.loss, dataset.spec.classes),
+        loss=loss_for(dataset.spec.kind, train.loss, dataset.spec.classes, train.z_loss),
         make_optimizer=optimizer_factory(train),
         parallel=config.parallel,
         accumulation=train.accumulation,

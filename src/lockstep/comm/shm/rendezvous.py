@@ -4,14 +4,16 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from lockstep.comm.shm.mailbox import MAILBOX_BYTES, Mailbox
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.semaphore import Peer, give_up
-from lockstep.errors import UserError
+from lockstep.errors import PeerError, UserError
 from lockstep.launch.processes import process_namespace
+from lockstep.launch.regroup import INTERRUPT
 
 NO_ROOM = "none"
 
@@ -29,7 +31,7 @@ class Rendezvous:
     def _meet(self) -> None:
         """Exchange hosts and process ids."""
         self._store.set(f"process/{self.rank}", f"{_host()} {os.getpid()}")
-        everyone = [self._store.get(f"process/{rank}").decode().split() for rank in range(self.size)]
+        everyone = [self._read(f"process/{rank}").split() for rank in range(self.size)]
         for rank, (host, _) in enumerate(everyone):
             if host != everyone[0][0]:
                 raise UserError(
@@ -37,6 +39,16 @@ class Rendezvous:
                     f"different ones (or in different containers); use --backend gloo"
                 )
         self.peers = {r: Peer(r, int(pid)) for r, (_, pid) in enumerate(everyone) if r != self.rank}
+
+    def _read(self, key: str) -> str:
+        """What another rank puts there, unless there is nobody to wait for any more."""
+        store: Any = self._store  # torch's stub does not know its time-out
+        deadline = time.monotonic() + min(self.timeout, store.timeout.total_seconds())
+        while not self._store.check([key]) and time.monotonic() < deadline:
+            if INTERRUPT.is_set():
+                raise PeerError("ranks were lost while they formed a group")
+            time.sleep(0.002)
+        return str(self._store.get(key).decode())
 
     def peer(self, other: int) -> Peer:
         if other not in self.peers:
@@ -53,7 +65,7 @@ class Rendezvous:
         key = f"segment/{self._segments}"
         self._segments += 1
         if self.rank != 0:
-            name = self._store.get(key).decode()
+            name = self._read(key)
             if name == NO_ROOM:
                 raise UserError("shared memory: rank 0 found no room in /dev/shm; enlarge it or use --backend gloo")
             return Segment.open(name)
@@ -97,6 +109,8 @@ class Rendezvous:
         """Wait until the receiver has opened the mailbox: what was sent must not be lost."""
         deadline = time.monotonic() + self.timeout
         while mailbox.segment.is_named() and time.monotonic() < deadline and not mailbox.peer.has_ended():
+            if INTERRUPT.is_set():
+                return
             time.sleep(0.005)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import select
 import time
 
 from lockstep.errors import PeerError
+from lockstep.launch.regroup import INTERRUPT
 
 LIBC = ctypes.CDLL(None)  # releases the interpreter lock around a call: for functions that may sleep
 QUICK = ctypes.PyDLL(None)  # keeps the lock: for functions that never sleep
@@ -92,7 +93,9 @@ def _sleep(address: int, seconds: float) -> bool:
 
 
 def give_up(peer: Peer, deadline: float, timeout: float, ended: bool) -> None:
-    """Raise if the peer has ended or the timeout is over."""
+    """Raise if the peer has ended, the timeout is over, or the groups are to be formed anew."""
+    if INTERRUPT.is_set():
+        raise PeerError(f"rank {peer.rank} (process {peer.pid}) is not waited for any more: ranks have been lost")
     if ended:
         raise PeerError(f"rank {peer.rank} (process {peer.pid}) has ended, and this rank waits for it")
     if time.monotonic() > deadline:

@@ -8,6 +8,7 @@ read and written. Here forward reads them once, and backward reads them once and
                 end. That gives log sum exp(x). Where the target is the maximum, one more look at what stands before it:
                 of equal logits, the row names the first. (In fp32, neighbours in the last bit may count as equal.)
     backward    d loss / d x = softmax(x) - [x is the target's] = exp(x - log sum exp) - [...]
+                A z-loss of weight z, which adds z (log sum exp)^2, multiplies softmax by 1 + 2 z log sum exp.
 
 All arithmetic is in fp32, whatever the logits are kept in.
 """
@@ -70,13 +71,14 @@ def _forward(logits, targets, losses, log_sums, correct, width, ignored, THREADS
 
 
 @triton.jit
-def _backward(logits, targets, log_sums, slope, gradient, width, ignored, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _backward(logits, targets, log_sums, slope, gradient, width, ignored, z_loss, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = column < width
     target = tl.load(targets + row)
     x = tl.load(logits + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    softmax = tl.exp(x - tl.load(log_sums + row))
+    log_sum = tl.load(log_sums + row)
+    softmax = tl.exp(x - log_sum) * (1.0 + 2.0 * z_loss * log_sum)
     scale = tl.where(target != ignored, tl.load(slope).to(tl.float32), 0.0)
     tl.store(gradient + row * width + column, scale * (softmax - (column == target).to(tl.float32)), mask=inside)
 
@@ -85,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Loss and gradient of the logits in one pass each, by kernels of our own."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, z_loss: float) -> tuple[Tensor, Tensor]:
         logits, targets = logits.contiguous(), targets.contiguous()
         rows, width = logits.shape
         losses, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
@@ -93,24 +95,27 @@ class _CrossEntropy(torch.autograd.Function):
         threads, warps = FORWARD
         _forward[(rows,)](logits, targets, losses, log_sums, correct, width, ignored, threads, num_warps=warps)
         ctx.save_for_backward(logits, targets, log_sums)
-        ctx.ignored = ignored
+        ctx.ignored, ctx.z_loss = ignored, z_loss
         right = correct.sum()
         ctx.mark_non_differentiable(right)
         return losses.sum(), right
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, slope: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         logits, targets, log_sums = ctx.saved_tensors
         rows, width = logits.shape
         gradient = torch.empty_like(logits)
         piece, warps = BACKWARD
         grid = (rows, triton.cdiv(width, piece))
-        _backward[grid](logits, targets, log_sums, slope, gradient, width, ctx.ignored, piece, num_warps=warps)
-        return gradient, None, None
+        given = slope, gradient, width, ctx.ignored, ctx.z_loss
+        _backward[grid](logits, targets, log_sums, *given, piece, num_warps=warps)
+        return gradient, None, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """(sum of losses, correct predictions) of logits (tokens, vocabulary); targets that are `ignored` count nowhere."""
-    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, targets, ignored)
+def cross_entropy(logits: Tensor, targets: Tensor, ignored: int, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """(sum of losses, correct predictions) of logits (tokens, vocabulary); targets that are `ignored` count nowhere.
+    `z_loss` is in the gradients only.
+    """
+    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, targets, ignored, z_loss)
     return found

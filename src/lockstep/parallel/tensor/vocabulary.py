@@ -45,11 +45,13 @@ def vocab_parallel_cross_entropy(
     return loss
 
 
-def cross_entropy_of_parts(logits: Tensor, targets: Tensor, group: Group, start: int) -> tuple[Tensor, Tensor]:
-    """(loss of each target, whether its logit is the largest of all)."""
+def cross_entropy_of_parts(
+    logits: Tensor, targets: Tensor, group: Group, start: int, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(loss of each target, whether its logit is the largest of all). `z_loss` (`models/loss.py`): in the gradients."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    loss, correct = _CrossEntropy.apply(logits, targets, group, start)
+    loss, correct = _CrossEntropy.apply(logits, targets, group, start, z_loss)
     return loss, correct
 
 
@@ -57,7 +59,9 @@ class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of logits whose columns are split over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, start: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: Group, start: int, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
         width = logits.shape[-1]
         lowest = torch.finfo(logits.dtype).min
         largest = logits.amax(-1) if width else torch.full_like(targets, lowest, dtype=logits.dtype)
@@ -75,20 +79,24 @@ class _CrossEntropy(torch.autograd.Function):
             all_reduce(both, group=group, purpose=PURPOSE)
         total, target = both
         ignored = targets == IGNORED
-        loss = (total.log() + largest - target).masked_fill_(ignored, 0.0)
+        log_sum = total.log() + largest
+        loss = (log_sum - target).masked_fill_(ignored, 0.0)
         correct = (target == largest).logical_and_(~ignored)
         softmax = exponentials.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, column, elsewhere, ignored)
+        ctx.save_for_backward(softmax, column, elsewhere, ignored, log_sum if z_loss else None)
+        ctx.z_loss = z_loss
         ctx.mark_non_differentiable(correct)
         return loss, correct
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        softmax, column, elsewhere, ignored = ctx.saved_tensors
+        softmax, column, elsewhere, ignored, log_sum = ctx.saved_tensors
         for_logits = softmax.clone()
+        if log_sum is not None:
+            for_logits.mul_((1 + 2 * ctx.z_loss * log_sum).unsqueeze(-1))
         if for_logits.shape[-1]:
             one = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
             for_logits.scatter_add_(-1, column.unsqueeze(-1), -one)
         for_logits.mul_(gradient.masked_fill(ignored, 0.0).unsqueeze(-1))
-        return for_logits, None, None, None
+        return for_logits, None, None, None, None

@@ -1,0 +1,232 @@
+"""AdamW whose two moments take two or four bytes of each weight, instead of eight.
+
+A step, element by element:
+
+1. decode      m and v from what is kept
+2. update      m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2, and the weight by AdamW, all in fp32
+3. round       m and v to what is kept
+
+    bits   kept
+    16     m and v in bf16
+    8      one int16 for both. v in 10 bits: 0, or 2^-80 to 2^32, each code 8% above the last. m / sqrt(v), by which
+           Adam moves a weight, and which is never large: a sign and 5 bits, 0, or 2^-6 to 2^5, each 29% above the last
+
+Rounding is stochastic: up or down, with the probabilities that keep the mean. In a step v changes by a thousandth
+(beta2 0.999), less than half the distance to the next code: rounding to the nearest would never change it.
+
+# Note: random numbers without a generator
+
+The random number of an element is a hash of what the element was before the step: its weight, its moments, the number
+of the step. So it does not depend on which rank holds the element, and every layout rounds as one process does.
+Replicas agree, and a checkpoint has no generator to save.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UserError
+from lockstep.layout.region import local
+from lockstep.models.kernels import usable_on
+from lockstep.parallel.optimizer.step import loss_of
+
+HIGH, LOW = 0xFFFFFFFF, 0xFFFF
+"""Masks of 32 and of 16 bits."""
+
+
+class Settings(NamedTuple):
+    """Of a step; tensors without a dimension, on the parameters' device."""
+
+    rate: Tensor
+    beta1: Tensor
+    beta2: Tensor
+    eps: Tensor
+    decay: Tensor
+    skipped: Tensor
+    """Not 0: nothing is to change."""
+
+
+class Scale(NamedTuple):
+    """0, and numbers that grow by one factor: code 1 is 2^first, code `most` 2^last."""
+
+    first: float
+    last: float
+    most: int
+
+    @property
+    def distance(self) -> float:
+        """Between two codes, as a power of two."""
+        return (self.last - self.first) / (self.most - 1)
+
+    def decoded(self, code: Tensor) -> Tensor:
+        return torch.where(code > 0, torch.exp2(self.first + self.distance * (code - 1)), 0.0)
+
+    def rounded(self, x: Tensor, random: Tensor) -> Tensor:
+        """The code of x >= 0, or the next one, so that the mean is x. `random`: from 0 to below 1."""
+        below = torch.floor((torch.log2(x) - self.first) / self.distance + 1).clamp(0, self.most)
+        low, high = self.decoded(below), self.decoded(below + 1)
+        return (below + (x - low > random * (high - low))).clamp(max=self.most)
+
+
+SQUARES, RATIOS = Scale(-80.0, 32.0, 1023), Scale(-6.0, 5.0, 31)
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW with its state in 8 or 16 bits a number, in any loop and under any wrapper.
+
+        optimizer = lockstep.LowBitAdamW(model.parameters(), lr=1e-3, bits=8)
+
+    A weight's state takes 2 bytes (`bits` 8) or 4 (16), instead of 8.
+    """
+
+    takes_pieces = True
+    """It may be given pieces of tensors."""
+    skips_on_device = True
+    """If `found_inf` is set, it leaves everything as it is, and the host need not know."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bits: int = 8,
+    ) -> None:
+        if bits not in (8, 16):
+            raise UserError(f"bits is {bits}, but it must be 8 or 16")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise UserError(f"betas are {betas}, but each must be at least 0 and less than 1")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bits": bits})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            settings: dict[tuple[torch.device, torch.dtype], Settings] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    memory = local(parameter)
+                    kind = memory.device, torch.promote_types(memory.dtype, torch.float32)
+                    if kind not in settings:
+                        settings[kind] = self._settings(group, *kind)
+                    self._update(parameter, group["bits"], settings[kind])
+        return loss
+
+    def _settings(self, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Settings:
+        numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        skipped: Any = getattr(self, "found_inf", None)  # as torch's gradient scaler passes it
+        # Filled on the device: a copy from the host would be waited for.
+        filled = (torch.full((), float(n), dtype=dtype, device=device) for n in (*numbers, 0.0))
+        settings = Settings(*filled)
+        return settings if skipped is None else settings._replace(skipped=skipped.to(device).reshape(()))
+
+    def _update(self, parameter: nn.Parameter, bits: int, settings: Settings) -> None:
+        memory, state = local(parameter), self.state[parameter]
+        kept, update = (("moments",), update_8_bits) if bits == 8 else (MOMENTS, update_16_bits)
+        if not state:
+            dtype = torch.int16 if bits == 8 else torch.bfloat16
+            state["step"] = torch.zeros((), dtype=torch.float32, device=memory.device)
+            for key in kept:
+                state[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+        state["step"] += settings.skipped == 0
+        run: Callable[..., None] = in_one_kernel(update) if usable_on(memory) else update
+        run(memory, local(parameter.grad), *(local(state[key]) for key in kept), state["step"], settings)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As every optimizer's; but torch would give the state the weights' dtype, in which codes mean nothing."""
+        super().load_state_dict(state_dict)
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                device = local(parameter).device
+                self.state[parameter][key] = value.detach().to(device, copy=True)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names that AdamW's state has."""
+
+
+@cache
+def in_one_kernel(update: Callable[..., None]) -> Callable[..., None]:
+    """Compiled, for parameters of any size: one pass over memory."""
+    compiled: Callable[..., None] = torch.compile(update, dynamic=True)
+    return compiled
+
+
+def update_8_bits(weight: Tensor, gradient: Tensor, moments: Tensor, step: Tensor, settings: Settings) -> None:
+    code = moments.to(torch.int64) & LOW
+    v = SQUARES.decoded((code >> 6).to(settings.rate.dtype))
+    ratio = RATIOS.decoded((code & 31).to(v.dtype)) * torch.where(code & 32 > 0, -1.0, 1.0)
+    random = random_numbers(weight, code, step)
+    m, v = moved(weight, gradient, ratio * v.sqrt(), v, step, settings)
+    of_v = SQUARES.rounded(v, unit(random >> 16))
+    rounded = SQUARES.decoded(of_v)
+    ratio = torch.where(of_v > 0, m / rounded.sqrt(), 0.0)
+    of_ratio = RATIOS.rounded(ratio.abs(), unit(random & LOW))
+    found = (of_v.to(torch.int64) << 6) | ((ratio < 0).to(torch.int64) << 5) | of_ratio.to(torch.int64)
+    found = torch.where(settings.skipped > 0, code, found)
+    moments.copy_(torch.where(found > 0x7FFF, found - 0x10000, found))  # an int16 has a sign
+
+
+def update_16_bits(
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, settings: Settings
+) -> None:
+    code = (bits_of(exp_avg) << 16) | bits_of(exp_avg_sq)
+    random = random_numbers(weight, code, step)
+    wide = settings.rate.dtype
+    m, v = moved(weight, gradient, exp_avg.to(wide), exp_avg_sq.to(wide), step, settings)
+    for kept, moment, part in ((exp_avg, m, random >> 16), (exp_avg_sq, v, random & LOW)):
+        kept.copy_(torch.where(settings.skipped > 0, kept, rounded_to_bf16(moment.float(), part)))
+
+
+def moved(
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, step: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Take AdamW's step, and return both moments behind it."""
+    rate, beta1, beta2, eps, decay, skipped = settings
+    gradient, before = gradient.to(m.dtype), weight.to(m.dtype)
+    m = beta1 * m + (1 - beta1) * gradient
+    v = beta2 * v + (1 - beta2) * gradient * gradient
+    count = step.to(m.dtype)
+    direction = m / (1 - beta1**count) / ((v / (1 - beta2**count)).sqrt() + eps)
+    after = before - rate * (direction + decay * before)
+    weight.copy_(torch.where(skipped > 0, weight, after.to(weight.dtype)))
+    return m, v
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The 16 bits of a bf16."""
+    return x.view(torch.int16).to(torch.int64) & LOW
+
+
+def rounded_to_bf16(x: Tensor, random: Tensor) -> Tensor:
+    """fp32, up or down by 16 random bits: what they carry into the upper 16 bits makes the next larger number."""
+    bits = x.view(torch.int32).to(torch.int64) & HIGH
+    up = ((bits + random) & HIGH) >> 16 << 16
+    up = torch.where(up > 0x7FFFFFFF, up - 0x100000000, up).to(torch.int32)
+    return torch.where(x.isfinite(), up.view(torch.float32), x).to(torch.bfloat16)
+
+
+def random_numbers(weight: Tensor, code: Tensor, step: Tensor) -> Tensor:
+    """32 random bits for each element, from the upper half of its weight's fp32, its moments, and the step."""
+    upper = (weight.float().view(torch.int32).to(torch.int64) & HIGH) >> 16
+    return scrambled(scrambled(upper + (step.to(torch.int64) << 16)) ^ (code & HIGH))
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """A hash of 32 bits: every bit that goes in changes half of those that come out."""
+    x = x & HIGH
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & HIGH
+    return x ^ (x >> 16)
+
+
+def unit(bits: Tensor) -> Tensor:
+    """16 bits as a number from 0 to below 1."""
+    return bits.to(torch.float32) / 65536

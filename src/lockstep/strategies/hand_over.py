@@ -1,0 +1,61 @@
+"""What the ranks of one generation have of a run, for those of the next (`launch/membership.py`): weights, buffers and
+the optimizer's state, from a neighbour's memory.
+"""
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.collectives import all_gather_objects, broadcast
+from lockstep.config import Parallel
+from lockstep.errors import UserError
+from lockstep.strategies.parallel_model import ParallelModel
+from lockstep.strategies.state import model_leaves, optimizer_leaves
+from lockstep.strategies.table import STRATEGIES
+
+
+def check_keeps_going(parallel: Parallel) -> None:
+    """Refuse what cannot lose a rank, because no other rank has what it holds."""
+    axes = [f"parallel.{axis} {n}" for axis in ("pp", "cp", "tp", "ep") if (n := getattr(parallel, axis)) > 1]
+    engine = STRATEGIES[parallel.data]
+    if axes:
+        given = axes[0]
+    elif not engine.survives_losses:
+        given = f"parallel.data {parallel.data}"
+    elif engine.facts(parallel).law is not None:
+        given = f"parallel.data {parallel.data} with these options"
+    else:
+        return
+    whole = ", ".join(name for name, other in STRATEGIES.items() if other.survives_losses)
+    raise UserError(
+        f"--keep-going needs ranks of which each can do without the others ({whole}), and {given} has none; use "
+        f"--max-restarts with --checkpoint.in-memory"
+    )
+
+
+def hand_over(old: ParallelModel | None, new: ParallelModel, steps: int) -> int:
+    """Fill `new` with the state of the ranks that have taken the most steps; how many these are. `old`: what this rank
+    has, after `steps`; None: nothing. All ranks call it together.
+    """
+    group = new.layout.norm
+    everyone = all_gather_objects(steps if old is not None else -1, group)
+    most = max(everyone)
+    mine: dict[str, Tensor] = {}
+    if old is not None and steps == most:
+        engine = old.engine  # whose ranks cannot be asked for anything any more
+        mine = model_leaves(engine.model, engine.held(), only_trained=False)
+        mine |= optimizer_leaves(engine.local_optimizer, engine.trained())
+    if any(theirs < most for theirs in everyone):
+        mine = sent_by(everyone.index(most), mine, new)
+    new.state.load(mine)
+    return most
+
+
+def sent_by(source: int, mine: dict[str, Tensor], new: ParallelModel) -> dict[str, Tensor]:
+    """Every tensor of one rank, on all of them."""
+    group, device = new.layout.norm, new.world.device
+    listed = all_gather_objects({name: (tuple(t.shape), t.dtype) for name, t in mine.items()}, group)[source]
+    found = {}
+    for name, (shape, dtype) in listed.items():
+        tensor = mine[name].contiguous() if group.rank == source else torch.empty(shape, dtype=dtype, device=device)
+        found[name] = broadcast(tensor, src=source, group=group, purpose="parameters")
+    return found
