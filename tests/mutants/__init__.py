@@ -61,7 +61,8 @@ def run(mutant: Mutant) -> tuple[bool, str]:
             else:
                 shutil.copy2(source, copy / part)
         subprocess.run(["git", "apply", "--recount", str(mutant.patch)], cwd=copy, check=True, capture_output=True)
-        environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # a worker's, say
+        environment = {**ours, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
         try:
             done = subprocess.run(
                 command_of(mutant.caught_by),
