@@ -9,19 +9,21 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep.config import MLP, Checkpoint, Config, Data, Metrics, Parallel, ResNet, Train
+from lockstep.config import MLP, Checkpoint, Config, Data, Lora, Metrics, Parallel, ResNet, Train
+from lockstep.data import Streamed
 from lockstep.errors import RankError, UserError
 from lockstep.inference.export import export_weights
 from lockstep.launch import Launch, World
 from lockstep.launch.keep_going import LOSSES_AT_ONE_STEP, Losses, run_keeping_going
 from lockstep.strategies import STRATEGIES
-from lockstep.strategies.hand_over import check_keeps_going
+from lockstep.strategies.hand_over import check_can_be_handed_over, check_keeps_going
 from lockstep.training.attempt import read_status, step_in_progress
 from lockstep.training.keep_going import train_keeping_going
 from lockstep.training.loop import train
@@ -63,7 +65,8 @@ def kill_in_time(run: Path, kills: list[Kill], over: threading.Event) -> None:
 
 def trained(folder: Path, kills: list[Kill], ranks: int = 3, **changes: Any) -> list[TrainResult]:
     """The results of the ranks that were there at the end."""
-    config = replace(CONFIG, train=replace(CONFIG.train, log_every=1, callbacks=(f"{__name__}:slowly",)), **changes)
+    train = replace(changes.pop("train", CONFIG.train), log_every=1, callbacks=(f"{__name__}:slowly",))
+    config = replace(CONFIG, train=train, **changes)
     over = threading.Event()
     killer = threading.Thread(target=kill_in_time, args=(folder, kills, over))
     killer.start()
@@ -195,6 +198,45 @@ def test_losses_at_one_step_are_limited() -> None:
         losses.add("4", "and again")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora": Lora(rank=2, targets=("1", "2"))},
+        {"train": {"ema": 0.9}},
+        {"train": {"optimizer": "adamw_8bit"}},
+        {"train": {"accumulation": 2, "clip_norm": 0.5, "batch_size": 26}},
+    ],
+    ids=["lora", "ema", "adamw_8bit", "accumulated"],
+)
+def test_what_is_handed_over(tmp_path: Path, changes: dict[str, Any]) -> None:
+    changes = {**changes, "train": replace(CONFIG.train, **changes.get("train", {}))}
+    expected = weights_of_one(tmp_path / "one", **changes)
+    trained(tmp_path / "run", [(10, (1,), KILL), (30, (0,), KILL)], **changes)
+    check_same(tmp_path / "run", expected)
+
+
+@pytest.mark.slow
+def test_what_is_due_behind_a_step_is_done(tmp_path: Path) -> None:
+    """A checkpoint and an evaluation at every fifth step, with a rank lost in most of them."""
+    run = tmp_path / "run"
+    train = replace(CONFIG.train, evaluate_steps=5)
+    kills: list[Kill] = [(step, (step % 3,), KILL) for step in (5, 11, 16, 21, 30, 41)]
+    trained(run, kills, train=train, checkpoint=Checkpoint(every=5, keep_last=0))
+    assert [r["step"] for r in records(run, "test")] == list(range(5, STEPS + 1, 5))
+    assert {f.name for f in (run / "checkpoints").glob("step-*")} >= {f"step-{n:08d}" for n in range(5, STEPS + 1, 5)}
+
+
+def test_experts_and_streams_are_refused() -> None:
+    strategy: Any = SimpleNamespace(cut=SimpleNamespace(has_experts=True))
+    plain: Any = SimpleNamespace(cut=SimpleNamespace(has_experts=False))
+    stream: Any = SimpleNamespace(name="mine", train=Streamed.__new__(Streamed))
+    with pytest.raises(UserError, match="mixture of experts"):
+        check_can_be_handed_over(strategy, stream)
+    with pytest.raises(UserError, match=r"mine is a stream; use --max-restarts"):
+        check_can_be_handed_over(plain, stream)
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 COMMAND = [
@@ -243,6 +285,7 @@ def is_running(pid: int) -> bool:
         ),
         (Parallel("bucketed", tp=2), "and parallel.tp 2 has none; use --max-restarts"),
         (Parallel("bucketed", compression="topk"), "bucketed with these options has none"),
+        (Parallel("bucketed", replicate=3), "changes how many copies there are, and parallel.replicate is 3"),
         (Parallel("local_sgd"), "parallel.data local_sgd has none"),
     ],
 )
@@ -263,6 +306,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, said in (
         (["--nproc", "1"], "--keep-going needs another rank that goes on, and --nproc is 1; give 2 or more"),
         (["--nproc", "2", "--backend", "gloo"], "for ranks that share memory, and --backend is gloo; leave it out"),
+        (["--nproc", "2", "--data.workers", "2"], "does not go with data.workers 2"),
         (["--nproc", "2", "--max-restarts", "3"], "leave --max-restarts 3 out"),
         (["--nproc", "2", "--parallel.data", "zero1"], "parallel.data zero1 has none"),
     ):

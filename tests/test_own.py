@@ -196,7 +196,10 @@ def test_commands_take_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         ("--model.name own", "model.name own needs model.import"),
         ("--model.args.width 3", "give --model.import as well"),
         ("--model.import tests.own_code:Net --model.args.width", "has no value behind it"),
-        ("--train.optimizer sdg", "must be one of sgd, adam, adamw, muon, schedule_free, or package.module:object"),
+        (
+            "--train.optimizer sdg",
+            "must be one of sgd, adam, adamw, adamw_8bit, adamw_bf16, muon, schedule_free, or package.module:object",
+        ),
         ("--train.loss mse", "must be package.module:function"),
         (
             "--model.import tests.own_code:Net --data.import tests.own_code:tensors "

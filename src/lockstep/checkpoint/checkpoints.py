@@ -150,7 +150,7 @@ class Checkpoints:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
             self._write(taken.wait(), run, best)
-        except RuntimeError as error:  # another rank is gone: training says which, and why
+        except (RuntimeError, ValueError) as error:  # another rank is gone, or the group: training says which, and why
             self.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.problem = f"checkpoint step-{run['step']:08d} was not saved: {self.failed}"
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -99,8 +100,10 @@ def check_flags(cls: type, argv: list[str], command: str) -> None:
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--") or "." in name or name in ("", "help"):
             continue
-        if name in known and not word.startswith("--"):
-            check_word(known[name], "", name, word, flag)
+        if name in known:
+            takes_a_word = get_type_hints(known[name])[name] is not bool and not re.match(r"--|-[a-z]", word)
+            if takes_a_word:
+                check_word(known[name], "", name, word, flag)
         elif name not in known and name.removeprefix("no_") not in known:
             alike = get_close_matches(name, known, n=1, cutoff=0.6)
             hint = f"; did you mean --{alike[0].replace('_', '-')}?" if alike else ""

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from lockstep.errors import RankError, UserError
 from lockstep.launch import start
 from lockstep.launch.leftovers import FOLDER_PREFIX, remove_leftovers
-from lockstep.launch.membership import FORMED, LATEST, PREFIX, REACHED, READY, Generation, Membership
+from lockstep.launch.membership import FORMED, LATEST, PREFIX, REACHED, READY, STATE, Generation, Membership
 from lockstep.launch.options import Launch
 from lockstep.launch.processes import signature
 from lockstep.launch.rank import FOLDER, StartMethod, become_a_rank, ctrl_c_held_back, leave, unless_it_leaves
@@ -134,7 +134,8 @@ class Launcher:
                 continue
             del self.live[number]
             what, said = one.end()
-            if what == "mistake":
+            has_begun = self.store.check([FORMED])
+            if what == "mistake" and (not has_begun or self.store.check([f"{STATE}/{number}"])):
                 raise UserError(said)
             if what == "done":
                 self.done[number] = said
@@ -159,20 +160,22 @@ class Launcher:
             members = ready if len(ready) == self.nproc else []
         else:
             survivors = [number for number in present if number in self.live]
+            if self.store.check([FORMED]):  # those that had not begun yet have nothing to go on with
+                survivors = [number for number in survivors if self.store.check([f"{STATE}/{number}"])]
             if not survivors:
                 raise RankError(
                     f"all ranks were lost, and with them the run's state: {self.losses.first}\nwith --checkpoint.every "
                     f"N and --resume auto one can go on from a checkpoint"
                 )
-            members = survivors + [number for number in ready if number not in present]
-            if len(members) > len(survivors):
+            members = survivors + [number for number in ready if number not in survivors]
+            if set(members) - set(present):
                 print(f"{counted(len(members), 'rank')} again", file=sys.stderr, flush=True)
         if members and tuple(members) != present:
             self.generation = Generation(self.generation.number + 1, tuple(members))
             self.store.set(LATEST, self.generation.to_json())
 
     def _end_stopped(self) -> None:
-        """A process that is stopped answers nobody, and does not end by itself."""
+        """A process that is stopped answers no other rank, and does not end by itself."""
         for one in self.live.values():
             with suppress(psutil.Error):
                 is_stopped = psutil.Process(one.process.pid).status() == psutil.STATUS_STOPPED

@@ -3,12 +3,12 @@
 The launcher (`keep_going.py`) numbers generations: each is a list of processes, in the order of their ranks, written to
 its store. A thread of each process reads it:
 
-- a process of the present generation is gone, so somebody waits for it: all waits are interrupted at once
+- a process of the present generation is gone, and other ranks wait for it: all waits are interrupted at once
 - others have come while the present generation was still being formed: likewise, and the newest one is formed
 - others have come later: the step is finished first, and all ranks learn in it that it is the last of this generation
 
-Whoever leaves a generation other than behind a step says so in the store, and that interrupts whoever is still in it.
-Then it waits for a newer one that it is in.
+A rank that leaves a generation in the middle of a step notes that in the store, which interrupts the ranks that are
+still in it. Then it waits for a newer generation that it is a member of.
 """
 
 import json
@@ -32,14 +32,14 @@ from lockstep.layout.world import World, collective_timeout
 LOOK_EVERY = 0.05
 """Seconds between two looks for a new generation."""
 TO_NOTICE = 5.0
-"""Seconds in which the launcher sees that a process has ended."""
+"""Seconds in which the launcher sees that a process has ended, on a machine that is busy."""
 TO_JOIN = 20.0
-"""Seconds for the processes of a generation to find each other; then one of them is lost, and there will be another."""
+"""Seconds in which processes that have all arrived form their groups."""
 PREFIX = "keep-going"
-LATEST, READY, FORMED, REACHED, LEFT = "latest", "ready", "formed", "reached", "left"
-"""Keys: the newest generation; the processes that can join; the newest generation that has begun, and the step behind
-which it did; generations that somebody has left.
-"""
+LATEST, READY, ARRIVED, STATE = "latest", "ready", "arrived", "state"
+"""Keys: the newest generation; the processes that can join one, that are joining it, and that have the run's state."""
+FORMED, REACHED, LEFT = "formed", "reached", "left"
+"""The newest generation that has begun; how many steps it has taken; those that a rank has left within a step."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Membership:
         """The generation that this process is in, or was in last; the newest one."""
         self._when_others_come: Callable[[], None] | None = None
         """Called, from another thread, when the present generation is to end behind its step; None: not begun."""
+        self._steps: Callable[[], int] = int
         self._groups = ExitStack()
         self._changed = threading.Condition()
         self._store = self._connected()
@@ -87,17 +88,20 @@ class Membership:
         return self.process >= (self.launch.nproc or 1)
 
     def is_ready(self) -> None:
-        """It can join the next generation: nobody will have to wait for it."""
+        """It can join the next generation: no rank will have to wait for it."""
         self._store.set(f"{READY}/{self.process}", "")
 
-    def begins(self, step: int, when_others_come: Callable[[], None]) -> None:
-        """The present generation takes steps from now on, behind this one."""
+    def begins(self, steps: Callable[[], int], when_others_come: Callable[[], None]) -> None:
+        """The present generation takes steps from now on: this process has the run's state. `steps`: how many."""
+        self._store.set(f"{STATE}/{self.process}", "")
         if self.present.members[0] == self.process:
-            self._store.set(REACHED, str(step))
+            self._store.set(REACHED, str(steps()))
             self._store.set(FORMED, self.present.to_json())
         with self._changed:
-            self._when_others_come = when_others_come
-            if self.latest.number > self.present.number:  # they came meanwhile, and a rank alone waits for nobody
+            self._when_others_come, self._steps = when_others_come, steps
+            if (
+                self.latest.number > self.present.number
+            ):  # meanwhile; a rank alone has no waits that could be interrupted
                 when_others_come()
 
     # ---- generations ---------------------------------------------------------------------------------------------
@@ -109,7 +113,10 @@ class Membership:
                 if self._watching.check([LATEST]):
                     self._see(Generation.from_json(self._watching.get(LATEST)))
                 with self._changed:
-                    present = self.present.number
+                    present, has_begun = self.present.number, self._when_others_come is not None
+                    is_first = self.present.members[:1] == (self.process,)
+                if has_begun and is_first:
+                    self._watching.set(REACHED, str(self._steps()))
                 if self._watching.check([f"{LEFT}/{present}"]):
                     self._interrupt(present)
 
@@ -136,10 +143,11 @@ class Membership:
         self._see(Generation.from_json(self._store.get(LATEST)))
         return self.latest.number > self.present.number
 
-    def will_be_over(self) -> bool:
-        """The same, when the launcher has had time to notice that a process has ended."""
+    def will_be_over(self, error: Exception) -> bool:
+        """Whether others are to blame for an error: when the launcher has had time to notice that one has ended."""
+        within = TO_NOTICE if is_about_others(error) else LOOK_EVERY * 4
         with self._changed:
-            return self._changed.wait_for(lambda: self.latest.number > self.present.number, TO_NOTICE)
+            return self._changed.wait_for(lambda: self.latest.number > self.present.number, within)
 
     def join(self) -> World:
         """With the other processes of the newest generation, once there is one that this process is in."""
@@ -160,6 +168,7 @@ class Membership:
         if size == 1:
             return World(timeout=self.launch.timeout, restarts=known)
         record_calls()
+        self._await_others(members)
         store = dist.PrefixStore(f"generation {self.present.number}", connected(self.address, self.launch.timeout))
         store.set_timeout(timedelta(seconds=TO_JOIN))
         dist.init_process_group(
@@ -171,6 +180,15 @@ class Membership:
         )
         self._groups.enter_context(watching(rank, size, self.launch.timeout))
         return World(rank, size, rank, backend="shm", timeout=self.launch.timeout, restarts=known)
+
+    def _await_others(self, members: tuple[int, ...]) -> None:
+        """A member may have a long step to end. One that never comes is lost, and then there is a newer generation."""
+        place = f"{ARRIVED}/{self.present.number}"
+        self._store.set(f"{place}/{self.process}", "")
+        while not self._store.check([f"{place}/{member}" for member in members]):
+            if INTERRUPT.is_set():
+                raise PeerError("ranks were lost, or have come, while others joined")
+            time.sleep(0.005)
 
     def leave(self, behind_a_step: bool = False) -> None:
         """The present generation, whatever its groups are doing; all its ranks together `behind_a_step`."""
@@ -185,6 +203,13 @@ class Membership:
             with suppress(dist.DistError, RuntimeError, PeerError):
                 dist.destroy_process_group()
         forget_groups()
+
+
+def is_about_others(error: BaseException | None) -> bool:
+    """Another rank has ended, or is not waited for any more, somewhere in the chain of causes."""
+    while error is not None and not isinstance(error, PeerError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def forget_groups() -> None:

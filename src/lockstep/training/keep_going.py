@@ -12,9 +12,8 @@ all the while, up to the order of sums; random numbers of dropout begin anew wit
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lockstep.comm.collectives import all_gather_objects
 from lockstep.config import Config, check_ranges
@@ -23,11 +22,13 @@ from lockstep.errors import UserError
 from lockstep.launch.membership import Membership
 from lockstep.launch.regroup import Regroup
 from lockstep.layout.world import World
-from lockstep.strategies.hand_over import check_keeps_going, hand_over
+from lockstep.strategies.hand_over import check_can_be_handed_over, check_keeps_going, hand_over
 from lockstep.training.loop import Begin, Run, chosen_folder, train_with
-from lockstep.training.prepare import load_data
+from lockstep.training.prepare import check_same_data, load_data
 from lockstep.training.result import TrainResult
 from lockstep.training.run_folder import locked
+from lockstep.training.saving import Best
+from lockstep.training.stopping import remembering_signals
 from lockstep.words import counted
 
 
@@ -40,6 +41,8 @@ class Carried:
     dataset: DataSet | None = None
     run: Run | None = None
     """Of the last generation that it was in."""
+    signals: list[str] = field(default_factory=list)
+    """That have asked this process to stop."""
 
 
 def train_keeping_going(membership: Membership, config: Config, run_dir: str | None, resume: str | None) -> TrainResult:
@@ -47,10 +50,17 @@ def train_keeping_going(membership: Membership, config: Config, run_dir: str | N
     check_ranges(config)
     check_keeps_going(config.parallel)
     carried = Carried(config)
+    with remembering_signals(carried.signals):
+        return in_generations(membership, carried, run_dir, resume)
+
+
+def in_generations(membership: Membership, carried: Carried, run_dir: str | None, resume: str | None) -> TrainResult:
     if membership.came_late:
-        carried.dataset = build_data(config, World().device)  # nobody waits for it
+        carried.dataset = build_data(carried.config, World().device)  # no rank waits for it
     membership.is_ready()
     while True:
+        if carried.run is not None:
+            carried.signals += carried.run.signals
         try:
             result = take_part(membership, carried, run_dir, resume)
             membership.leave(behind_a_step=True)
@@ -58,9 +68,11 @@ def train_keeping_going(membership: Membership, config: Config, run_dir: str | N
         except UserError:
             raise
         except Regroup:
+            assert carried.run is not None
+            carried.run.saving.wait()  # while the ranks that write it together are there
             membership.leave(behind_a_step=True)
-        except Exception:
-            if not membership.will_be_over():
+        except Exception as error:
+            if not membership.will_be_over(error):
                 raise
             membership.leave()
 
@@ -74,20 +86,28 @@ def take_part(membership: Membership, carried: Carried, run_dir: str | None, res
         chosen = chosen_folder(world, carried.config, run_dir, resume)
         carried.folder, begin = chosen.folder, Begin(chosen.source)
     carried.folder = next(filter(None, all_gather_objects(carried.folder)))
-    if carried.dataset is None:
+    missing = all_gather_objects(carried.dataset is None)
+    if all(missing):
         carried.dataset = load_data(world, carried.config)
+    elif carried.dataset is None:
+        carried.dataset = build_data(carried.config, world.device)
+    if not all(missing):
+        check_same_data(carried.config, carried.dataset)  # some have made it by themselves
 
     def take_over(run: Run) -> None:
         if is_under_way:
             go_on_with(run, carried.run)
         else:
             begin.apply(run, carried.folder)
+        check_can_be_handed_over(run.strategy, run.dataset)
         carried.run = run
         run.ends_for_others = membership.is_over
-        membership.begins(run.steps_done, run.strategy.request_stop)
+        membership.begins(lambda: run.steps_done, run.strategy.request_stop)
+        if carried.signals:
+            run.strategy.request_stop()
 
     with locked(world, carried.folder):
-        how = Begin(take_over=take_over)
+        how = Begin(take_over=take_over, signals=carried.signals)
         result = train_with(world, carried.config, carried.dataset, carried.folder, not world.is_main, how)
     result.folder = carried.folder
     return result
@@ -101,16 +121,42 @@ def go_on_with(run: Run, old: Run | None) -> None:
     run.steps_done = run.resumed_at = hand_over(
         None if old is None else old.strategy, run.strategy, 0 if old is None else old.steps_done
     )
-    best, saved_at, since = all_gather_objects((run.saving.best, -1, 0.0) if old is None else of_others(old))[0]
-    run.saving.best, run.saving.saved_at = best, saved_at
-    if old is not None and old.signals:
-        run.strategy.request_stop()
-    run.after_regrouping = lambda: report(run, since)
+    # The launcher puts processes that have the state first.
+    known = next(one for one in all_gather_objects(None if old is None else Known.of(old)) if one is not None)
+    known.give(run)
+    run.after_regrouping = lambda: report(run, known.step_ended)
 
 
-def of_others(old: Run) -> tuple[Any, int, float]:
-    """What the first rank, which was there before, knows for all."""
-    return old.saving.best, old.saving.saved_at, old.step_ended
+@dataclass
+class Known:
+    """What the first rank knows of a run beside the state, for all ranks."""
+
+    best: Best
+    saved_at: int
+    save_is_due: bool
+    evaluated: tuple[int, float, float] | None
+    gave_up: bool
+    skipped_in_a_row: int
+    step_ended: float
+    """By the clock of this machine."""
+
+    @classmethod
+    def of(cls, run: Run) -> "Known":
+        saving = run.saving
+        is_cut_short = saving.disk is not None and (saving.disk.saving or saving.disk.failed is not None)
+        return cls(
+            saving.best,
+            -1 if is_cut_short else saving.saved_at,
+            saving.due or is_cut_short,
+            run.evaluated,
+            run.gave_up,
+            run.skipped_in_a_row,
+            run.step_ended,
+        )
+
+    def give(self, run: Run) -> None:
+        run.saving.best, run.saving.saved_at, run.saving.due = self.best, self.saved_at, self.save_is_due
+        run.evaluated, run.gave_up, run.skipped_in_a_row = self.evaluated, self.gave_up, self.skipped_in_a_row
 
 
 def report(run: Run, since: float) -> None:

@@ -5,13 +5,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isfinite, nan
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lockstep.comm.collectives import all_gather_objects
 from lockstep.comm.ledger import mark
 from lockstep.config import Config, check_ranges, save_config
 from lockstep.data import DataSet, Reader
@@ -87,6 +88,8 @@ class Begin:
     ended_in: tuple[int, ...] | None = None
     take_over: "Callable[[Run], None] | None" = None
     """From ranks that are there already: where some were lost, or have come back."""
+    signals: list[str] = field(default_factory=list)
+    """That have asked this process to stop before."""
 
     def apply(self, run: "Run", folder: Path | None) -> None:
         """Every rank calls it."""
@@ -126,7 +129,7 @@ def train_with(
             )
         with out_of_memory_in_one_line(strategy, config):
             result = run.train()
-        result.stopped_by = (signals or ["SIGTERM"])[0] if result.stopped else ""
+        result.stopped_by = (signals or begin.signals or ["SIGTERM"])[0] if result.stopped else ""
         run.attempt.end("stopped" if result.stopped else "done")
         run.saving.forget_memory()
         return result
@@ -193,6 +196,8 @@ class Run:
         self.logger.start()
         epoch = self.steps_done // self.steps_per_epoch
         with self.bar:
+            if self.after_regrouping is not None:
+                self._catch_up()
             while not self._is_over():
                 self._train_epoch(epoch)
                 epoch += 1
@@ -236,6 +241,17 @@ class Run:
 
     def _is_over(self) -> bool:
         return self.steps_done >= self.total_steps or self.stopped or self.gave_up
+
+    def _catch_up(self) -> None:
+        """What was due behind the last step, and was not done because ranks were lost or came then."""
+        train, steps = self.config.train, self.steps_done
+        seen = self.evaluated is not None and self.evaluated[0] == steps
+        every = train.evaluate_steps or train.evaluate_every * self.steps_per_epoch
+        if every and steps and steps % every == 0 and steps < self.total_steps and not seen and not self.gave_up:
+            self._evaluate(max(1, -(-steps // self.steps_per_epoch)))
+            self.strategy.model.train()
+        if not self.stopped and 0 < steps < self.total_steps and self.saving.saved_at != steps:
+            self.saving.after_step(steps)
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -299,7 +315,6 @@ class Run:
         while len(self.unseen) > leave:
             step = self.unseen.popleft()
             self._guard(step)
-            self._stop_if(step.result.stop)
             self.saving.heard(step.result)
             breakdown = self.logger.add(step)
             for line in self.pace.add(breakdown):
@@ -308,10 +323,11 @@ class Run:
                 self.logger.record("straggler", step.number, {"rank": rank, "phase": phase, "times": times})
             if step.number % self.config.train.log_every == 0 or step.number == self.total_steps:
                 self.logger.log(step)
+            self._stop_if(step.result.stop)
 
     def _stop_if(self, asked: bool) -> None:
-        """All ranks have heard it in the same step."""
-        if asked and self.ends_for_others is not None and self.ends_for_others():
+        """All ranks have heard it in the same step; what they read of others, each for itself, they agree on."""
+        if asked and self.ends_for_others is not None and any(all_gather_objects(self.ends_for_others())):
             raise Regroup
         self.stopped = self.stopped or asked
 

@@ -70,7 +70,7 @@ class Saving:
         self.saved_at = -1
         """The step of the last checkpoint on the disk."""
         self._when = time.monotonic()
-        self._due = False
+        self.due = False
         """The first rank's clock has said so, and all ranks have heard it."""
         alone = world.size > 1 and strategy.layout.norm.size == 1  # ranks that do not wait for each other: one saves
         if folder is None or (alone and not world.is_main):
@@ -109,7 +109,7 @@ class Saving:
 
     def heard(self, result: StepResult) -> None:
         """What a step has broadcast to all ranks."""
-        self._due = self._due or result.save
+        self.due = self.due or result.save
 
     def after_step(self, step: int) -> None:
         """To the disk by steps or seconds; and first to memory, if that is due too: until the disk has all of it, the
@@ -117,7 +117,7 @@ class Saving:
         """
         if self.memory is not None and step % self.asked.in_memory == 0:
             self._save_to(self.memory, step)
-        if (self.asked.every and step % self.asked.every == 0) or self._due:
+        if (self.asked.every and step % self.asked.every == 0) or self.due:
             self.save(step)
 
     def save(self, step: int, wait: bool = False) -> None:
@@ -128,7 +128,7 @@ class Saving:
             self.disk.wait()
         if not wait or self.saved_at != step or self.disk.failed is not None:
             self._save_to(self.disk, step, wait)
-            self.saved_at, self._when, self._due = step, time.monotonic(), False
+            self.saved_at, self._when, self.due = step, time.monotonic(), False
         self.report_problems(step)
 
     def _save_to(self, place: Checkpoints, step: int, wait: bool = False) -> None:
@@ -146,6 +146,12 @@ class Saving:
         """The lowest so far is worth a checkpoint, where it is to be kept."""
         if self.best.saw(loss, step) and self.asked.keep_best:
             self.save(step)
+
+    def wait(self) -> None:
+        """Until what is being written is done, well or not."""
+        for place in (self.disk, self.memory):
+            if place is not None:
+                place.wait()
 
     def finish(self, step: int, stopped: bool) -> str | None:
         """The run is over: why the checkpoint that it should leave is not there, if it is not."""

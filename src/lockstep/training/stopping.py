@@ -13,6 +13,20 @@ NAMES = {**{number: number.name for number in TO_STOP}, signal.SIGINT: "Ctrl-C",
 
 
 @contextmanager
+def remembering_signals(received: list[str]) -> Iterator[None]:
+    """Where no run is there yet, or none any more, that could be stopped: their names are noted for the next."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda n, _: received.append(NAMES[signal.Signals(n)])) for number in NAMES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def stopping_in_good_order(strategy: ParallelModel) -> Iterator[list[str]]:
     """SIGTERM, SIGUSR1 or Ctrl-C: the step is finished, all ranks agree to stop, and save. A second Ctrl-C ends it.
 

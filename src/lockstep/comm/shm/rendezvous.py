@@ -41,7 +41,7 @@ class Rendezvous:
         self.peers = {r: Peer(r, int(pid)) for r, (_, pid) in enumerate(everyone) if r != self.rank}
 
     def _read(self, key: str) -> str:
-        """What another rank puts there, unless there is nobody to wait for any more."""
+        """What another rank puts there, unless ranks have been lost meanwhile."""
         store: Any = self._store  # torch's stub does not know its time-out
         deadline = time.monotonic() + min(self.timeout, store.timeout.total_seconds())
         while not self._store.check([key]) and time.monotonic() < deadline:

@@ -135,10 +135,18 @@ class LowBitAdamW(torch.optim.Optimizer):
                 state[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         state["step"] += settings.skipped == 0
         run: Callable[..., None] = in_one_kernel(update) if usable_on(memory) else update
-        run(memory, local(parameter.grad), *(local(state[key]) for key in kept), state["step"], settings)
+        tensors = [memory, local(parameter.grad), *(local(state[key]) for key in kept)]
+        if all(tensor.is_contiguous() for tensor in tensors):
+            tensors = [tensor.view(-1) for tensor in tensors]  # of one shape for the compiler
+        run(*tensors, state["step"], settings)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every optimizer's; but torch would give the state the weights' dtype, in which codes mean nothing."""
+        theirs = [group.get("bits") for group in state_dict["param_groups"]]
+        if theirs != (ours := [group["bits"] for group in self.param_groups]):
+            raise UserError(
+                f"the state is of an optimizer with bits {theirs}, and this one has {ours}; load it into one like it"
+            )
         super().load_state_dict(state_dict)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
