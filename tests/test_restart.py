@@ -196,7 +196,7 @@ def test_memory_has_a_copy_of_what_the_disk_is_still_writing() -> None:
         MagicMock(),
         {},
     )
-    saving.best, saving._due, saving.saved_at = Best(), False, -1
+    saving.best, saving.due, saving.saved_at = Best(), False, -1
     saving.disk, saving.memory = Place("disk", saved), Place("memory", saved)
     for step in range(1, 9):
         saving.after_step(step)
