@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,7 +225,10 @@ def test_what_is_due_behind_a_step_is_done(tmp_path: Path) -> None:
     kills: list[Kill] = [(step, (step % 3,), KILL) for step in (5, 11, 16, 21, 30, 41)]
     trained(run, kills, train=train, checkpoint=Checkpoint(every=5, keep_last=0))
     assert [r["step"] for r in records(run, "test")] == list(range(5, STEPS + 1, 5))
-    assert {f.name for f in (run / "checkpoints").glob("step-*")} >= {f"step-{n:08d}" for n in range(5, STEPS + 1, 5)}
+    saved = sorted(int(f.name.removeprefix("step-")) for f in (run / "checkpoints").glob("step-*"))
+    # A save that was cut short is made up for soon; none is given up.
+    assert saved[-1] == STEPS
+    assert max(b - a for a, b in pairwise([0, *saved])) <= 10
 
 
 def test_experts_and_streams_are_refused() -> None:

@@ -97,8 +97,10 @@ class Checkpoints:
         """`parameters`: of the model, for how long a save may take. `snapshots`: of savers that take turns."""
         self.world, self.folder, self.keep_last, self.asynchronous = world, folder, keep_last, asynchronous
         # A group of its own: writing goes on beside training, and must not come between training's collectives.
+        # Where ranks may be lost while it is made, it is of a kind that can be interrupted.
+        backend = world.backend if world.keeps_going else "gloo"
         self.group = group or (
-            dist.new_group(backend="gloo", timeout=saving_timeout(world, parameters), group_desc=f"{LONG}checkpoints")
+            dist.new_group(backend=backend, timeout=saving_timeout(world, parameters), group_desc=f"{LONG}checkpoints")
             if world.size > 1
             else None
         )

@@ -166,7 +166,7 @@ class Membership:
         os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = self.address.rpartition(":")
         known = self.present.number - 1
         if size == 1:
-            return World(timeout=self.launch.timeout, restarts=known)
+            return World(timeout=self.launch.timeout, restarts=known, keeps_going=True)
         record_calls()
         self._await_others(members)
         store = dist.PrefixStore(f"generation {self.present.number}", connected(self.address, self.launch.timeout))
@@ -179,7 +179,8 @@ class Membership:
             timeout=collective_timeout(self.launch.timeout),
         )
         self._groups.enter_context(watching(rank, size, self.launch.timeout))
-        return World(rank, size, rank, backend="shm", timeout=self.launch.timeout, restarts=known)
+        timeout = self.launch.timeout
+        return World(rank, size, rank, backend="shm", timeout=timeout, restarts=known, keeps_going=True)
 
     def _await_others(self, members: tuple[int, ...]) -> None:
         """A member may have a long step to end. One that never comes is lost, and then there is a newer generation."""

@@ -24,6 +24,8 @@ class World:
     """How often the ranks of this launch have been started anew."""
     launch: str | None = None
     """What these attempts have in common; None: there is only one."""
+    keeps_going: bool = False
+    """Ranks may be lost at any moment, and the others go on: whatever waits for them must be interruptible."""
     group: dist.ProcessGroup | None = None
     """All ranks, by another backend than the world's own; None: by the world's own."""
 
