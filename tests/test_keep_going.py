@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep.config import MLP, Checkpoint, Config, Data, Lora, Metrics, Parallel, ResNet, Train
+from lockstep.config import GPT, MLP, Checkpoint, Config, Data, Lora, Metrics, Parallel, ResNet, Train
 from lockstep.data import Streamed
 from lockstep.errors import RankError, UserError
 from lockstep.inference.export import export_weights
@@ -204,11 +204,12 @@ def test_losses_at_one_step_are_limited() -> None:
     "changes",
     [
         {"lora": Lora(rank=2, targets=("1", "2"))},
+        {"model": GPT(d_model=16, layers=2, heads=2, context=8), "data": Data("text", max_bytes=20_000)},
         {"train": {"ema": 0.9}},
         {"train": {"optimizer": "adamw_8bit"}},
         {"train": {"accumulation": 2, "clip_norm": 0.5, "batch_size": 26}},
     ],
-    ids=["lora", "ema", "adamw_8bit", "accumulated"],
+    ids=["lora", "text", "ema", "adamw_8bit", "accumulated"],
 )
 def test_what_is_handed_over(tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = {**changes, "train": replace(CONFIG.train, **changes.get("train", {}))}

@@ -32,8 +32,11 @@ def peak_flops(world: World, precision: str) -> tuple[float, str]:
                 said = f"datasheet of {known}" + (", bf16" if precision == "fp8" else "")
                 return rate / world.ranks_on_device, said
     key = (world.size, world.device)
-    if key not in _measured:
-        _measured[key] = measured_peak(world)
+    here = {size: rate for (size, device), rate in _measured.items() if device == world.device}
+    mine = here.get(world.size, next(iter(here.values()), None) if world.keeps_going else None)
+    # A process that has come later has measured nothing: the ranks agree whether to measure.
+    known = [rate for rate in all_gather_objects(mine, world.group) if rate is not None]
+    _measured[key] = known[0] if known else measured_peak(world)
     return _measured[key], "measured matrix product"
 
 
