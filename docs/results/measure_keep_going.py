@@ -81,7 +81,7 @@ def main() -> None:
         taken, pauses, kills = steps_in(args.seconds, args.nproc, tuple(args.every), draws)
         print(
             f"{turn:>4}  {undisturbed:>11,}  {taken:>6,}  {taken / undisturbed:>10.1%}  {kills:>5}  "
-            f"{median(pauses):>11.2f} s  {max(pauses):>5.2f} s",
+            f"{median(pauses or [0.0]):>11.2f} s  {max(pauses, default=0.0):>5.2f} s",
             flush=True,
         )
 
