@@ -35,8 +35,8 @@ def peak_flops(world: World, precision: str) -> tuple[float, str]:
     here = {size: rate for (size, device), rate in _measured.items() if device == world.device}
     mine = here.get(world.size, next(iter(here.values()), None) if world.keeps_going else None)
     # A process that has come later has measured nothing: the ranks agree whether to measure.
-    known = [rate for rate in all_gather_objects(mine, world.group) if rate is not None]
-    _measured[key] = known[0] if known else measured_peak(world)
+    already = [found for found in all_gather_objects(mine, world.group) if found is not None]
+    _measured[key] = already[0] if already else measured_peak(world)
     return _measured[key], "measured matrix product"
 
 
