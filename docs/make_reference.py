@@ -12,7 +12,7 @@ from io import StringIO
 from pathlib import Path
 
 from lockstep.cli import COMMANDS, usage
-from lockstep.config import schema
+from lockstep.config import models, schema
 from lockstep.config.shipped import description, shipped_configs
 from lockstep.learn.lesson import lessons
 
@@ -70,13 +70,9 @@ Fields = list[tuple[str, str, str]]
 
 def sections() -> dict[str, list[tuple[str, str, Fields]]]:
     """Section -> its dataclasses (the models are several), each with its keys and what their docstrings say."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    gpt = Path(schema.__file__).with_name("gpt.py")
+    sources = [Path(module.__file__).read_text(encoding="utf-8") for module in (models, schema)]
     bodies = {
-        node.name: node
-        for module in (tree, ast.parse(gpt.read_text(encoding="utf-8")))
-        for node in module.body
-        if isinstance(node, ast.ClassDef)
+        node.name: node for source in sources for node in ast.parse(source).body if isinstance(node, ast.ClassDef)
     }
     found: dict[str, list[tuple[str, str, Fields]]] = {}
     for statement in bodies["Config"].body:

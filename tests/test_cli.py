@@ -64,6 +64,7 @@ MISTAKES = {
     "train --data.name mnist --data.no-download --data.path /nowhere": "put the four MNIST files into",
     "verify --strategies magic": "strategy 'magic' does not exist; there are single, naive",
     "verify --world-size 0": "--world-size is 0, but it must be 1 or more",
+    "verify --train.z-loss 1e-4": "lockstep verify has settings of its own for --train.z-loss",
     "verify --model.name resnet": "use --model.norm group",
     "demo now": "lockstep demo takes flags only, but was given 'now'",
     "demo --epochs 0": "--epochs is 0, but it must be 1 or more",

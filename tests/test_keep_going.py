@@ -32,6 +32,7 @@ from lockstep.training.result import TrainResult
 
 Kill = tuple[int, tuple[int, ...], signal.Signals]
 """(in which step, which ranks, how)"""
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 STEPS = 60
 CONFIG = Config(
     MLP(layers=4, width=32),
@@ -46,6 +47,12 @@ CONFIG = Config(
 def slowly(kind: str, step: int, values: dict[str, Any]) -> None:
     """A callback of the first rank: the others wait for it, and there is time to kill."""
     time.sleep(0.03)
+
+
+def lost_behind_step_ten(kind: str, step: int, values: dict[str, Any]) -> None:
+    """A callback that ends the first rank where an evaluation and a checkpoint are due, before they are done."""
+    if (kind, step) == ("train", 10):
+        os.kill(os.getpid(), KILL)
 
 
 def kill_in_time(run: Path, kills: list[Kill], over: threading.Event) -> None:
@@ -66,7 +73,8 @@ def kill_in_time(run: Path, kills: list[Kill], over: threading.Event) -> None:
 
 def trained(folder: Path, kills: list[Kill], ranks: int = 3, **changes: Any) -> list[TrainResult]:
     """The results of the ranks that were there at the end."""
-    train = replace(changes.pop("train", CONFIG.train), log_every=1, callbacks=(f"{__name__}:slowly",))
+    callbacks = tuple(f"{__name__}:{one.__name__}" for one in (slowly, *changes.pop("callbacks", ())))
+    train = replace(changes.pop("train", CONFIG.train), log_every=1, callbacks=callbacks)
     config = replace(CONFIG, train=train, **changes)
     over = threading.Event()
     killer = threading.Thread(target=kill_in_time, args=(folder, kills, over))
@@ -109,9 +117,6 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     return [r for r in map(json.loads, lines) if r["kind"] == kind]
 
 
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-
-
 @pytest.mark.parametrize(
     ("kills", "ranks"),
     [
@@ -132,7 +137,7 @@ def test_the_run_is_that_of_one_process(
     assert len(records(run, "regroup")) >= len(kills)
     steps = [r["step"] for r in records(run, "train")]
     assert steps == sorted(set(steps))  # none twice
-    # The loss of a step is summed over the ranks behind it: where one was lost just then, nobody knows it.
+    # The loss of a step is summed over the ranks behind it: where one was lost just then, no rank has it.
     assert len(steps) >= STEPS - len(kills)
     status = read_status(run)
     assert status is not None
@@ -232,6 +237,14 @@ def test_what_is_due_behind_a_step_is_done(tmp_path: Path) -> None:
     assert max(b - a for a, b in pairwise([0, *saved])) <= 10
 
 
+def test_what_was_due_when_a_rank_was_lost_is_done(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train = replace(CONFIG.train, evaluate_steps=10, steps=15)
+    trained(run, [], train=train, checkpoint=Checkpoint(every=10, keep_last=0), callbacks=(lost_behind_step_ten,))
+    assert [r["step"] for r in records(run, "test")] == [10, 15]
+    assert sorted(f.name for f in (run / "checkpoints").glob("step-*")) == ["step-10", "step-15"]
+
+
 def test_experts_and_streams_are_refused() -> None:
     strategy: Any = SimpleNamespace(cut=SimpleNamespace(has_experts=True))
     plain: Any = SimpleNamespace(cut=SimpleNamespace(has_experts=False))
@@ -296,7 +309,7 @@ def is_running(pid: int) -> bool:
 )
 def test_what_cannot_lose_a_rank_is_refused(parallel: Parallel, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_keeps_going(parallel)
+        check_keeps_going(Config(parallel=parallel))
 
 
 def test_only_strategies_with_whole_copies_survive_losses() -> None:

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain, pairwise
@@ -11,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.cli.others import ours_for
+from lockstep.cli.others import refuse_unless_known
 from lockstep.config import Config, load_config
 from lockstep.config.check import check_word
 from lockstep.config.load import field_name, nearest, valid_keys
@@ -66,11 +65,7 @@ def refuse_unknown(command: str, module: str, argv: list[str]) -> None:
         name = flag.removeprefix("--").replace("_", "-")
         if not flag.startswith("--") or "." in name or flag in SHORT or name in ("", "help", "trust"):
             continue
-        if name not in known and name.removeprefix("no-") not in known:
-            alike = get_close_matches(name, known, n=1, cutoff=0.6)
-            ours = ours_for(flag)
-            hint = f"; here it is {ours}" if ours else f"; did you mean --{alike[0]}?" if alike else ""
-            raise UserError(f"unknown flag {flag}{hint}; see lockstep {command} --help")
+        refuse_unless_known(flag, known, command)
 
 
 def config_from(argv: list[str], default: Config | None = None) -> tuple[Config, list[str]]:

@@ -1,5 +1,10 @@
 """Words of other tools, and ours: for a flag that is not known, and for the page "Coming from ...". No torch here."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from lockstep.errors import UserError
+
 OTHERS: dict[str, dict[str, str]] = {
     "plain PyTorch scripts": {
         "DistributedSampler": "nothing: ranks read shares of one shuffled order (`lockstep.shard_batch` in a loop)",
@@ -106,6 +111,16 @@ OTHERS: dict[str, dict[str, str]] = {
         "--job.config_file": "the config comes first: lockstep train CONFIG.yaml",
     },
 }
+
+
+def refuse_unless_known(flag: str, known: Iterable[str], command: str) -> None:
+    """A flag without a dot. `known`: names, with - between words."""
+    name = flag.removeprefix("--").replace("_", "-")
+    if name in known or name.removeprefix("no-") in known:
+        return
+    ours, alike = ours_for(flag), get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"; here it is {ours}" if ours else f"; did you mean --{alike[0]}?" if alike else ""
+    raise UserError(f"unknown flag {flag}{hint}; see lockstep {command} --help")
 
 
 def ours_for(flag: str) -> str | None:

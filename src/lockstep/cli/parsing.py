@@ -7,7 +7,6 @@ import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from io import StringIO
 from itertools import chain, pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from lockstep.cli.others import refuse_unless_known
 from lockstep.config.check import check_word
 from lockstep.errors import UserError
 
@@ -104,10 +104,8 @@ def check_flags(cls: type, argv: list[str], command: str) -> None:
             takes_a_word = get_type_hints(known[name])[name] is not bool and not re.match(r"--|-[a-z]", word)
             if takes_a_word:
                 check_word(known[name], "", name, word, flag)
-        elif name not in known and name.removeprefix("no_") not in known:
-            alike = get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"; did you mean --{alike[0].replace('_', '-')}?" if alike else ""
-            raise UserError(f"unknown flag {flag}{hint}; see lockstep {command.split(' ')[0]} --help")
+        else:
+            refuse_unless_known(flag, [one.replace("_", "-") for one in known], command.split(" ")[0])
 
 
 def flag_owners(cls: type) -> dict[str, type]:

@@ -121,12 +121,7 @@ def check_keep_going(arguments: TrainArguments) -> None:
         raise UserError(
             f"--keep-going needs another rank that goes on, and --nproc is {launch.nproc or 1}; give 2 or more"
         )
-    if arguments.data.workers:
-        raise UserError(
-            f"--keep-going does not go with data.workers {arguments.data.workers}, which outlive a rank that is lost; "
-            f"leave it out"
-        )
-    check_keeps_going(arguments.parallel)
+    check_keeps_going(arguments.config())
 
 
 def start_from_import(arguments: TrainArguments, config: Config) -> None:

@@ -98,6 +98,7 @@ def main(argv: list[str]) -> int:
                 "leave --model, --savers and --precision out"
             )
         request.steps = arguments.steps if flag_value(rest, "--steps") is not None else 3
+    refuse_other_settings(rest, arguments.model)
     if isinstance(arguments.model, Own):
         request.own = Config(arguments.model, arguments.data, arguments.train)
         check_ranges(request.own)
@@ -116,6 +117,17 @@ def main(argv: list[str]) -> int:
         if arguments.cost:
             print_costs(verdicts)
     return 0 if all(v.passed for v in verdicts) else 1
+
+
+def refuse_other_settings(rest: list[str], model: Model) -> None:
+    """Of `train` only some are read here: the proof has batches, rates and clipping of its own."""
+    read = ["--train.optimizer", *(["--train.loss"] if isinstance(model, Own) else [])]
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag.startswith("--train.") and flag not in read:
+            raise UserError(
+                f"lockstep verify has settings of its own for {flag}; of train it reads {' and '.join(read)}"
+            )
 
 
 def chosen(arguments: VerifyArguments, request: Request, rest: list[str]) -> Matrix:

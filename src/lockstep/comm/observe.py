@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.collectives import note_end
 from lockstep.comm.ledger import Entry, Ledger, active_ledger, mark
+from lockstep.comm.pending import note_end
 from lockstep.layout.group import Group, group_of, shared_group
 
 

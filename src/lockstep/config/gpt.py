@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from lockstep.config.schema import GPT
+from lockstep.config.models import GPT
 from lockstep.errors import UserError
 
 SIZES = {  # name: (d_model, layers, heads)

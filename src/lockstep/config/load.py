@@ -13,7 +13,8 @@ from typing import Any, get_args
 import yaml
 
 from lockstep.config.check import check_choices, checked
-from lockstep.config.schema import Config, Model
+from lockstep.config.models import Model
+from lockstep.config.schema import Config
 from lockstep.config.shipped import cannot_be_read, find_config
 from lockstep.errors import UserError
 

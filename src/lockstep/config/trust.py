@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config.schema import Config, Own
+from lockstep.config.models import Own
+from lockstep.config.schema import Config
 from lockstep.config.user_code import is_import
 from lockstep.errors import UserError
 

@@ -38,6 +38,13 @@ def said_something(error: ChildFailedError) -> bool:
 
 def _failure_text(failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
-        return f"it was ended by {signal.Signals(-failure.exitcode).name}"
+        return ended_by(failure.exitcode)
     message = failure.message
     return str(message.get("message", message)) if isinstance(message, dict) else str(message)
+
+
+def ended_by(exit_code: int) -> str:
+    """A process that has raised nothing."""
+    if exit_code < 0:
+        return f"it was ended by {signal.Signals(-exit_code).name}"
+    return f"it has ended with exit status {exit_code}"

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from lockstep.errors import RankError, UserError
 from lockstep.launch import start
+from lockstep.launch.failure import ended_by
 from lockstep.launch.leftovers import FOLDER_PREFIX, remove_leftovers
 from lockstep.launch.membership import FORMED, LATEST, PREFIX, REACHED, READY, STATE, Generation, Membership
 from lockstep.launch.options import Launch
@@ -57,8 +58,7 @@ class Started:
         if self.outcome.exists():
             found: tuple[str, Any] = pickle.loads(self.outcome.read_bytes())
             return found
-        code = self.process.exitcode
-        return "failed", f"it was ended by signal {-code}" if code < 0 else f"it has ended with exit status {code}"
+        return "failed", ended_by(self.process.exitcode)
 
 
 @dataclass
@@ -102,8 +102,9 @@ class Launcher:
                     self.live[self._next] = self.start(self._next)
                     self._next += 1
                 wait([one.process.sentinel for one in self.live.values()], timeout=TICK)
-                lost = self._ended()
-                self._announce(lost)
+                self._report(self._ended())
+                if not self.done:
+                    self._announce(self._next_members())
                 if self.done and not any(number in self.live for number in self._formed().members):
                     return self._results()
                 self._end_stopped()
@@ -143,8 +144,7 @@ class Launcher:
                 lost[number] = str(said)
         return lost
 
-    def _announce(self, lost: dict[int, str]) -> None:
-        """The next generation, if it is another one."""
+    def _report(self, lost: dict[int, str]) -> None:
         present = self.generation.members
         for number, why in lost.items():
             step = self.store.get(REACHED).decode() if self.store.check([REACHED]) else "0"
@@ -152,26 +152,32 @@ class Launcher:
             rank = f"rank {present.index(number)}" if number in present else "a rank that had not joined yet"
             others = [other for other in present if other in self.live]
             go_on = f"; {counted(len(others), 'rank')} {'go' if len(others) != 1 else 'goes'} on" if others else ""
-            print(f"{rank} is lost: {why}{go_on}", file=sys.stderr, flush=True)
-        if self.done:
-            return
+            what, _, traceback_ = why.partition("\n")
+            print(f"{rank} is lost: {what}{go_on}", *filter(None, [traceback_]), sep="\n", file=sys.stderr, flush=True)
+
+    def _next_members(self) -> tuple[int, ...]:
+        """Of the next generation; none: not all processes are ready for the first one."""
+        present = self.generation.members
         ready = [number for number in self.live if self.store.check([f"{READY}/{number}"])]
         if not present:
-            members = ready if len(ready) == self.nproc else []
-        else:
-            survivors = [number for number in present if number in self.live]
-            if self.store.check([FORMED]):  # those that had not begun yet have nothing to go on with
-                survivors = [number for number in survivors if self.store.check([f"{STATE}/{number}"])]
-            if not survivors:
-                raise RankError(
-                    f"all ranks were lost, and with them the run's state: {self.losses.first}\nwith --checkpoint.every "
-                    f"N and --resume auto one can go on from a checkpoint"
-                )
-            members = survivors + [number for number in ready if number not in survivors]
-            if set(members) - set(present):
-                print(f"{counted(len(members), 'rank')} again", file=sys.stderr, flush=True)
-        if members and tuple(members) != present:
-            self.generation = Generation(self.generation.number + 1, tuple(members))
+            return tuple(ready) if len(ready) == self.nproc else ()
+        survivors = [number for number in present if number in self.live]
+        if self.store.check([FORMED]):  # those that had not begun yet have nothing to go on with
+            survivors = [number for number in survivors if self.store.check([f"{STATE}/{number}"])]
+        if not survivors:
+            raise RankError(
+                f"all ranks were lost, and with them the run's state: {self.losses.first}\nwith --checkpoint.every "
+                f"N and --resume auto one can go on from a checkpoint"
+            )
+        return tuple(survivors + [number for number in ready if number not in survivors])
+
+    def _announce(self, members: tuple[int, ...]) -> None:
+        """The next generation, if it is another one."""
+        present = self.generation.members
+        if present and set(members) - set(present):
+            print(f"{counted(len(members), 'rank')} again", file=sys.stderr, flush=True)
+        if members and members != present:
+            self.generation = Generation(self.generation.number + 1, members)
             self.store.set(LATEST, self.generation.to_json())
 
     def _end_stopped(self) -> None:
@@ -187,10 +193,9 @@ class Launcher:
                     one.process.kill()
 
 
-def run_keeping_going(function: Callable[..., Any], *args: Any, launch: Launch, default_nproc: int = 1) -> list[Any]:
+def run_keeping_going(function: Callable[..., Any], *args: Any, launch: Launch) -> list[Any]:
     """Run `function(membership, *args)` on every rank; the results of those that were there at the end, by rank."""
-    nproc = launch.nproc or default_nproc
-    launch.nproc = nproc
+    nproc = launch.nproc or 1
     check_nproc(launch, nproc)
     method = start.START_METHOD or usual_method(launch)
     remove_leftovers()
@@ -212,9 +217,7 @@ def run_keeping_going(function: Callable[..., Any], *args: Any, launch: Launch, 
 
         with passing_on(saves_when_stopped=True) as received:
             try:
-                return Launcher(
-                    nproc, started, dist.PrefixStore(PREFIX, dist.PrefixStore("lockstep/watch", server))
-                ).run()
+                return Launcher(nproc, started, dist.PrefixStore(PREFIX, server)).run()
             except RankError:
                 if received:
                     raise KeyboardInterrupt(f"{received[0]}: all ranks were ended") from None

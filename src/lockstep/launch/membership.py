@@ -26,7 +26,7 @@ from lockstep.errors import PeerError
 from lockstep.launch.calls import record_calls
 from lockstep.launch.options import Launch
 from lockstep.launch.regroup import INTERRUPT
-from lockstep.launch.watch import connected, watching
+from lockstep.launch.watch import store_at, watching
 from lockstep.layout.world import World, collective_timeout
 
 LOOK_EVERY = 0.05
@@ -76,11 +76,11 @@ class Membership:
         self._groups = ExitStack()
         self._changed = threading.Condition()
         self._store = self._connected()
-        self._watching = self._connected()  # a client's calls wait for each other
+        self._watching = self._connected()
         threading.Thread(target=self._watch, name="lockstep membership", daemon=True).start()
 
     def _connected(self) -> dist.Store:
-        return dist.PrefixStore(PREFIX, connected(self.address, self.launch.timeout))
+        return dist.PrefixStore(PREFIX, store_at(self.address, self.launch.timeout))
 
     @property
     def came_late(self) -> bool:
@@ -99,9 +99,7 @@ class Membership:
             self._store.set(FORMED, self.present.to_json())
         with self._changed:
             self._when_others_come, self._steps = when_others_come, steps
-            if (
-                self.latest.number > self.present.number
-            ):  # meanwhile; a rank alone has no waits that could be interrupted
+            if self.latest.number > self.present.number:  # a rank alone has no waits that could be interrupted
                 when_others_come()
 
     # ---- generations ---------------------------------------------------------------------------------------------
@@ -164,22 +162,15 @@ class Membership:
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ[name] = str(size)
         os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = self.address.rpartition(":")
-        known = self.present.number - 1
+        known, timeout = self.present.number - 1, self.launch.timeout
         if size == 1:
-            return World(timeout=self.launch.timeout, restarts=known, keeps_going=True)
+            return World(timeout=timeout, restarts=known, keeps_going=True)
         record_calls()
         self._await_others(members)
-        store = dist.PrefixStore(f"generation {self.present.number}", connected(self.address, self.launch.timeout))
+        store = dist.PrefixStore(f"generation {self.present.number}", store_at(self.address, timeout))
         store.set_timeout(timedelta(seconds=TO_JOIN))
-        dist.init_process_group(
-            "shm",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=collective_timeout(self.launch.timeout),
-        )
-        self._groups.enter_context(watching(rank, size, self.launch.timeout))
-        timeout = self.launch.timeout
+        dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=collective_timeout(timeout))
+        self._groups.enter_context(watching(rank, size, timeout))
         return World(rank, size, rank, backend="shm", timeout=timeout, restarts=known, keeps_going=True)
 
     def _await_others(self, members: tuple[int, ...]) -> None:

@@ -228,9 +228,13 @@ def store_address() -> str:
 
 
 def connected(address: str, timeout: float) -> dist.Store:
+    return dist.PrefixStore("lockstep/watch", store_at(address, timeout))
+
+
+def store_at(address: str, timeout: float) -> dist.TCPStore:
+    """A client of its own: calls of one client wait for each other."""
     host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
-    return dist.PrefixStore("lockstep/watch", store)
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def last_look(store: dist.Store) -> str:

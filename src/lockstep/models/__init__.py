@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from lockstep.config import schema
+from lockstep.config import models as sections
 from lockstep.config.gpt import gpt_shape
 from lockstep.data.dataset import DataSpec
 from lockstep.errors import UserError
@@ -20,7 +20,7 @@ from lockstep.models.resnet import ResNet
 from lockstep.models.user_model import check_outputs, user_model
 
 
-def build_model(config: schema.Model, spec: DataSpec, seed: int | None = None) -> nn.Module:
+def build_model(config: sections.Model, spec: DataSpec, seed: int | None = None) -> nn.Module:
     """The network that `config` names, for data that looks like `spec`; the same weights for the same seed."""
     if seed is None:
         with Unfilled() if torch.empty(0).is_meta else nullcontext():
@@ -34,7 +34,7 @@ def build_model(config: schema.Model, spec: DataSpec, seed: int | None = None) -
 _ON_META: dict[tuple[str, str], nn.Module] = {}
 
 
-def on_meta(config: schema.Model, spec: DataSpec) -> nn.Module:
+def on_meta(config: sections.Model, spec: DataSpec) -> nn.Module:
     """Its shapes, without memory: a copy of what is built once."""
     key = (repr(config), repr(spec))
     if key not in _ON_META:
@@ -43,35 +43,35 @@ def on_meta(config: schema.Model, spec: DataSpec) -> nn.Module:
     return copy.deepcopy(_ON_META[key])
 
 
-def _build(config: schema.Model, spec: DataSpec) -> nn.Module:
+def _build(config: sections.Model, spec: DataSpec) -> nn.Module:
     match config:
-        case schema.MLP():
+        case sections.MLP():
             features = 1
             for size in spec.shape:
                 features *= size
             return MLP(features, config.width, spec.classes, config.layers)
-        case schema.CNN():
+        case sections.CNN():
             return CNN(spec.shape, config.channels, config.hidden, spec.classes)
-        case schema.ResNet():
+        case sections.ResNet():
             return ResNet(spec.shape, config.depth, config.width, spec.classes, config.norm, config.stages)
-        case schema.GPT():
+        case sections.GPT():
             return GPT(gpt_shape(config, spec.classes))
-        case schema.HF():
+        case sections.HF():
             if vocabulary_of(config.path) < spec.classes:
                 raise UserError(
                     f"{config.path} has a vocabulary of {vocabulary_of(config.path):,}, and the data {spec.classes:,} "
                     f"different tokens; use data made with the model's own tokenizer"
                 )
             return build_hf(config)
-        case schema.Own():
+        case sections.Own():
             return user_model(config)
 
 
-def is_users(config: schema.Model) -> bool:
+def is_users(config: sections.Model) -> bool:
     """A model whose constructor is not ours: its weights may depend on each other (`initial.py`), so every rank builds
     it whole, and takes the first rank's weights.
     """
-    return isinstance(config, schema.HF | schema.Own)
+    return isinstance(config, sections.HF | sections.Own)
 
 
 def parameter_count(model: nn.Module) -> int:

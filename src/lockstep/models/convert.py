@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.config import schema
+from lockstep.config import models as sections
 from lockstep.errors import UserError
 from lockstep.models.gpt import GPT, Shape
 
@@ -212,7 +212,7 @@ def mixture_config(shape: Shape, form: str) -> dict[str, Any]:
     }
 
 
-def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
+def config_from_hf(theirs: dict[str, Any]) -> sections.GPT:
     """What our config says for the same network; refused where ours has no such thing."""
     kind = theirs.get("model_type")
     needs: dict[str, tuple[Any, ...]]
@@ -225,7 +225,7 @@ def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
                 "scale_attn_by_inverse_layer_idx": (False,),
                 "tie_word_embeddings": (True,),
             }
-            found = schema.GPT(
+            found = sections.GPT(
                 d_model=theirs["n_embd"],
                 layers=theirs["n_layer"],
                 heads=theirs["n_head"],
@@ -236,7 +236,7 @@ def config_from_hf(theirs: dict[str, Any]) -> schema.GPT:
                 raise UserError(f"n_inner is {theirs['n_inner']}, and ours is 4 x n_embd")
         elif kind in ARCHITECTURES:
             needs = {"hidden_act": ("silu",)}
-            found = schema.GPT(
+            found = sections.GPT(
                 d_model=theirs["hidden_size"],
                 layers=theirs["num_hidden_layers"],
                 heads=theirs["num_attention_heads"],
@@ -279,7 +279,7 @@ def rope_base_of(theirs: dict[str, Any]) -> float:
     return float(theirs.get("rope_theta") or (theirs.get("rope_parameters") or {}).get("rope_theta") or 10_000.0)
 
 
-def set_experts(found: schema.GPT, theirs: dict[str, Any], kind: str) -> None:
+def set_experts(found: sections.GPT, theirs: dict[str, Any], kind: str) -> None:
     """Every block has them, in what can be imported."""
     count = theirs.get(EXPERTS_KEY[kind]) or theirs.get("num_local_experts") or theirs.get("num_experts")
     if not isinstance(count, int) or count < 1:
@@ -295,7 +295,7 @@ def set_experts(found: schema.GPT, theirs: dict[str, Any], kind: str) -> None:
             raise UserError(f"{key} is {theirs[key]}, and ours has none; train it as --model.name hf instead")
 
 
-def check_llama(theirs: dict[str, Any], found: schema.GPT) -> None:
+def check_llama(theirs: dict[str, Any], found: sections.GPT) -> None:
     width = found.expert_width if found.experts else -(-8 * found.d_model // (3 * 64)) * 64
     rope = theirs.get("rope_parameters") or {}
     scaled = theirs.get("rope_scaling") or (rope.get("rope_type", "default") != "default" and rope)
@@ -311,7 +311,7 @@ def check_llama(theirs: dict[str, Any], found: schema.GPT) -> None:
             raise UserError(f"{key} is {is_}, and ours is {ours}; train it as --model.name hf instead")
 
 
-def tensors_from_hf(config: schema.GPT, theirs: Tensors) -> Tensors:
+def tensors_from_hf(config: sections.GPT, theirs: Tensors) -> Tensors:
     """By our names."""
     form = "gpt2" if config.norm == "layernorm" else "llama"
     if config.experts:

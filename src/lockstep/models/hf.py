@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import schema
+from lockstep.config.models import HF
 from lockstep.errors import UserError
 from lockstep.models.gpt import fused
 from lockstep.strange import json_of
@@ -33,7 +33,7 @@ def vocabulary_of(folder: str | None) -> int:
         raise UserError(f"{file} is not a language model's config: {error}") from None
 
 
-def build_hf(config: schema.HF) -> nn.Module:
+def build_hf(config: HF) -> nn.Module:
     """With the folder's weights if it has some, else with random ones by the seed that is set."""
     vocabulary_of(config.path)
     try:

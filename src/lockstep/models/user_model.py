@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import schema
+from lockstep.config.models import Own
 from lockstep.config.user_code import called, where_and_what
 from lockstep.data.dataset import DataSpec
 from lockstep.errors import UserError
@@ -13,7 +13,7 @@ from lockstep.models.flops import try_out
 from lockstep.models.loss import logits_of
 
 
-def user_model(config: schema.Own) -> nn.Module:
+def user_model(config: Own) -> nn.Module:
     assert config.import_ is not None, "checked with the config"
     found = called(config.import_, "model.import", config.args)
     if not isinstance(found, nn.Module):
@@ -21,7 +21,7 @@ def user_model(config: schema.Own) -> nn.Module:
     return found
 
 
-def outputs_of(config: schema.Own, spec: DataSpec) -> Any:
+def outputs_of(config: Own, spec: DataSpec) -> Any:
     """For a few samples: without computing anything where the meta device can do all that the model does."""
     try:
         with torch.device("meta"):
@@ -39,7 +39,7 @@ def outputs_of(config: schema.Own, spec: DataSpec) -> Any:
         ) from error
 
 
-def check_outputs(config: schema.Own, spec: DataSpec, user_loss: str | None) -> None:
+def check_outputs(config: Own, spec: DataSpec, user_loss: str | None) -> None:
     """Refuse an imported model whose outputs do not fit the data's targets, where no loss of the user's own does."""
     given = outputs_of(config, spec)
     if user_loss is not None:

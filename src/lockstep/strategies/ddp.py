@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm.collectives import Pending, all_reduce_mean_async
+from lockstep.comm.collectives import all_reduce_mean_async
 from lockstep.comm.observe import GroupOfDDP
+from lockstep.comm.pending import Pending
 from lockstep.config import Parallel
 from lockstep.layout.group import replicas_of
 from lockstep.parallel.data.wrapper import broadcasts_weights

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.collectives import all_gather_objects, broadcast
-from lockstep.config import Parallel
+from lockstep.config import Config
 from lockstep.data import DataSet, Streamed
 from lockstep.errors import UserError
 from lockstep.strategies.parallel_model import ParallelModel
@@ -14,8 +14,14 @@ from lockstep.strategies.state import model_leaves, optimizer_leaves
 from lockstep.strategies.table import STRATEGIES
 
 
-def check_keeps_going(parallel: Parallel) -> None:
-    """Refuse what cannot lose a rank, because no other rank has what it holds."""
+def check_keeps_going(config: Config) -> None:
+    """Refuse what cannot lose a rank, because no other rank has what it holds, or what outlives a rank."""
+    parallel = config.parallel
+    if config.data.workers:
+        raise UserError(
+            f"--keep-going does not go with data.workers {config.data.workers}, which outlive a rank that is lost; "
+            f"leave it out"
+        )
     if parallel.replicate not in (None, -1):
         raise UserError(
             f"--keep-going changes how many copies there are, and parallel.replicate is {parallel.replicate}; leave it "

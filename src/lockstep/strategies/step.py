@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.comm.collectives import Pending
 from lockstep.comm.ledger import Mark, mark, seconds_between
+from lockstep.comm.pending import Pending
 from lockstep.models.loss import Measure
 
 

@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lockstep.comm.collectives import Pending, all_gather_objects, all_reduce_async
+from lockstep.comm.collectives import all_gather_objects, all_reduce_async
 from lockstep.comm.ledger import Ledger, recording
+from lockstep.comm.pending import Pending
 from lockstep.data import Batch, Inputs, called_with
 from lockstep.models.loss import ignored_index, with_correct_count
 from lockstep.parallel.context.context_parallel import shard_sequence

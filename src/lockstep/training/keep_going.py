@@ -28,7 +28,7 @@ from lockstep.training.prepare import check_same_data, load_data
 from lockstep.training.result import TrainResult
 from lockstep.training.run_folder import locked
 from lockstep.training.saving import Best
-from lockstep.training.stopping import remembering_signals
+from lockstep.training.stopping import noting
 from lockstep.words import counted
 
 
@@ -48,9 +48,9 @@ class Carried:
 def train_keeping_going(membership: Membership, config: Config, run_dir: str | None, resume: str | None) -> TrainResult:
     """As `train_in_folder`, on whichever ranks there are."""
     check_ranges(config)
-    check_keeps_going(config.parallel)
+    check_keeps_going(config)
     carried = Carried(config)
-    with remembering_signals(carried.signals):
+    with noting(carried.signals):
         return in_generations(membership, carried, run_dir, resume)
 
 
@@ -59,8 +59,6 @@ def in_generations(membership: Membership, carried: Carried, run_dir: str | None
         carried.dataset = build_data(carried.config, World().device)  # no rank waits for it
     membership.is_ready()
     while True:
-        if carried.run is not None:
-            carried.signals += carried.run.signals
         try:
             result = take_part(membership, carried, run_dir, resume)
             membership.leave(behind_a_step=True)
@@ -103,8 +101,6 @@ def take_part(membership: Membership, carried: Carried, run_dir: str | None, res
         carried.run = run
         run.ends_for_others = membership.is_over
         membership.begins(lambda: run.steps_done, run.strategy.request_stop)
-        if carried.signals:
-            run.strategy.request_stop()
 
     with locked(world, carried.folder):
         how = Begin(take_over=take_over, signals=carried.signals)

@@ -89,7 +89,7 @@ class Begin:
     take_over: "Callable[[Run], None] | None" = None
     """From ranks that are there already: where some were lost, or have come back."""
     signals: list[str] = field(default_factory=list)
-    """That have asked this process to stop before."""
+    """That ask this process to stop: those that have come already, and those to come."""
 
     def apply(self, run: "Run", folder: Path | None) -> None:
         """Every rank calls it."""
@@ -118,10 +118,10 @@ def train_with(
     run.attempt = Attempt(world, folder, list(ended_in or ()))
     with (
         MetricsWriter(folder if world.is_main else None, run.steps_done, config, world.restarts) as metrics,
-        stopping_in_good_order(strategy) as signals,
+        stopping_in_good_order(strategy, begin.signals),
         run.attempt.noted(),
     ):
-        run.logger.metrics, run.signals = metrics, signals
+        run.logger.metrics = metrics
         if ended_in is not None:
             lost = max(0, ended_in[-1] - 1 - run.steps_done)
             run.logger.record(
@@ -129,7 +129,7 @@ def train_with(
             )
         with out_of_memory_in_one_line(strategy, config):
             result = run.train()
-        result.stopped_by = (signals or begin.signals or ["SIGTERM"])[0] if result.stopped else ""
+        result.stopped_by = (begin.signals or ["SIGTERM"])[0] if result.stopped else ""
         run.attempt.end("stopped" if result.stopped else "done")
         run.saving.forget_memory()
         return result
@@ -159,8 +159,6 @@ class Run:
         """Where ranks may come back: whether the ranks have stopped to let one in."""
         self.after_regrouping: Callable[[], None] | None = None
         """This goes on with a run whose ranks have changed; called behind its first step, by the first rank."""
-        self.signals: list[str] = []
-        """That have asked this rank to stop."""
         self.step_ended = time.perf_counter()
         self.before_step: tuple[int, list[Tensor]] = (-1, [])
         """How many steps had been taken when the last one began, and copies of the buffers: a step that is not finished
@@ -196,25 +194,19 @@ class Run:
         self.logger.start()
         epoch = self.steps_done // self.steps_per_epoch
         with self.bar:
-            if self.after_regrouping is not None:
-                self._catch_up()
+            if self.after_regrouping is not None and self.steps_done:
+                self._do_what_is_due()  # ranks may have been lost, or have come, before it was done
             while not self._is_over():
                 self._train_epoch(epoch)
                 epoch += 1
-                every = 0 if self.config.train.evaluate_steps else self.config.train.evaluate_every
-                if every and epoch % every == 0 and self.steps_done < self.total_steps and not self.gave_up:
-                    self._look()
-                    if not self.stopped:
-                        self._evaluate(epoch)
             self._look()
         self.logger.close_window(mark(self.world.device))
         if self.stopped:
             test_loss = test_accuracy = nan
         else:
             self.strategy.finish()
-            seen = self.evaluated
-            if seen is not None and seen[0] == self.steps_done and self.strategy.is_exact:
-                _, test_loss, test_accuracy = seen
+            if self.evaluated is not None and self._was_evaluated and self.strategy.is_exact:
+                _, test_loss, test_accuracy = self.evaluated
             else:
                 test_loss, test_accuracy = self._evaluate(epoch)
         not_saved = self.saving.finish(self.steps_done, self.stopped)
@@ -241,17 +233,6 @@ class Run:
 
     def _is_over(self) -> bool:
         return self.steps_done >= self.total_steps or self.stopped or self.gave_up
-
-    def _catch_up(self) -> None:
-        """What was due behind the last step, and was not done because ranks were lost or came then."""
-        train, steps = self.config.train, self.steps_done
-        seen = self.evaluated is not None and self.evaluated[0] == steps
-        every = train.evaluate_steps or train.evaluate_every * self.steps_per_epoch
-        if every and steps and steps % every == 0 and steps < self.total_steps and not seen and not self.gave_up:
-            self._evaluate(max(1, -(-steps // self.steps_per_epoch)))
-            self.strategy.model.train()
-        if not self.stopped and 0 < steps < self.total_steps and self.saving.saved_at != steps:
-            self.saving.after_step(steps)
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -284,16 +265,25 @@ class Run:
                 self.after_regrouping()
                 self.after_regrouping = None
             self.bar.show(self.steps_done, epoch + 1, self.logger.status)
-            evaluate_steps = self.config.train.evaluate_steps
-            if evaluate_steps and self.steps_done % evaluate_steps == 0 and self.steps_done < self.total_steps:
-                self._look()
-                if not self.stopped:
-                    self._evaluate(epoch + 1)
-                    self.strategy.model.train()
-            self._check_replicas()
-            if not self.stopped and self.steps_done < self.total_steps:
-                self.saving.after_step(self.steps_done)
-            self.saving.report_problems(self.steps_done)
+            self._do_what_is_due()
+
+    def _do_what_is_due(self) -> None:
+        """Behind a step: an evaluation, a look at the replicas, a checkpoint."""
+        train, steps = self.config.train, self.steps_done
+        every = train.evaluate_steps or train.evaluate_every * self.steps_per_epoch
+        if every and steps % every == 0 and steps < self.total_steps and not self._was_evaluated:
+            self._look()
+            if not self.stopped:
+                self._evaluate(-(-steps // self.steps_per_epoch))
+        self._check_replicas()
+        if not self.stopped and steps < self.total_steps and self.saving.saved_at != steps:
+            self.saving.after_step(steps)
+        self.saving.report_problems(steps)
+
+    @property
+    def _was_evaluated(self) -> bool:
+        """Behind the last step."""
+        return self.evaluated is not None and self.evaluated[0] == self.steps_done
 
     def _check_replicas(self) -> None:
         """Before anything is saved: a checkpoint must not have what is wrong here."""

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.comm.collectives import Pending, all_to_all, exchange_async
+from lockstep.comm.collectives import all_to_all, exchange_async
+from lockstep.comm.pending import Pending
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of
 from lockstep.models.autocast import as_autocast

@@ -16,7 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Pending, all_reduce_async, new_buffer
+from lockstep.comm.collectives import all_reduce_async, new_buffer
+from lockstep.comm.pending import Pending
 from lockstep.layout.group import GroupLike, group_of
 
 T = TypeVar("T", bound=Tensor)

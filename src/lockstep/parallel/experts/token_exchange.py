@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.comm.collectives import Pending, all_to_all_async
+from lockstep.comm.collectives import all_to_all_async
 from lockstep.comm.ledger import about
+from lockstep.comm.pending import Pending
 from lockstep.layout.group import Group
 from lockstep.models.experts import Experts
 from lockstep.models.grouped import Counts

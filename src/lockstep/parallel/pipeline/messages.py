@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.collectives import Pending, recv_async, send_async
+from lockstep.comm.collectives import recv_async, send_async
 from lockstep.comm.ledger import about
+from lockstep.comm.pending import Pending
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, shared_group
 from lockstep.parallel.pipeline.schedule import Instruction, Placement

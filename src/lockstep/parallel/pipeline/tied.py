@@ -11,8 +11,9 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Pending, recv_async, send_async
+from lockstep.comm.collectives import recv_async, send_async
 from lockstep.comm.ledger import about
+from lockstep.comm.pending import Pending
 from lockstep.layout.region import local
 from lockstep.parallel.pipeline.messages import Post
 from lockstep.parallel.pipeline.stage import Stage

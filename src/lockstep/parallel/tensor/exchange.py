@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.comm.collectives import Pending, all_gather_async, all_reduce, reduce_scatter_async
+from lockstep.comm.collectives import all_gather_async, all_reduce, reduce_scatter_async
+from lockstep.comm.pending import Pending
 from lockstep.errors import UserError
 from lockstep.layout.group import Group
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.comm.collectives import Pending, all_reduce_async
+from lockstep.comm.collectives import all_reduce_async
+from lockstep.comm.pending import Pending
 from lockstep.layout.group import Group
 from lockstep.models.autocast import no_autocast
 from lockstep.parallel.pipeline.weight_pass import Defer, deferring, is_recomputed

@@ -24,14 +24,9 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import (
-    Pending,
-    all_gather_into_async,
-    all_reduce_async,
-    new_buffer,
-    reduce_scatter_async,
-)
+from lockstep.comm.collectives import all_gather_into_async, all_reduce_async, new_buffer, reduce_scatter_async
 from lockstep.comm.ledger import about
+from lockstep.comm.pending import Pending
 from lockstep.layout.group import Group
 from lockstep.layout.region import Region, region_of
 from lockstep.parallel.zero.flat import FlatLayout, Piece, dense

@@ -20,8 +20,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Pending, new_buffer, reduce_scatter_async
+from lockstep.comm.collectives import new_buffer, reduce_scatter_async
 from lockstep.comm.ledger import about
+from lockstep.comm.pending import Pending
 from lockstep.errors import UserError
 from lockstep.layout.region import Held
 from lockstep.models.blocks import blocks_of

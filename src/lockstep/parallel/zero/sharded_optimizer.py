@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Pending, all_gather_into_async, all_gather_objects, new_buffer
+from lockstep.comm.collectives import all_gather_into_async, all_gather_objects, new_buffer
 from lockstep.comm.ledger import about, awaited_later
+from lockstep.comm.pending import Pending
 from lockstep.errors import UserError
 from lockstep.layout.group import Group, GroupLike, group_of, replicas_of
 from lockstep.layout.region import Held, Region, region_of
