@@ -242,7 +242,7 @@ def test_what_was_due_when_a_rank_was_lost_is_done(tmp_path: Path) -> None:
     train = replace(CONFIG.train, evaluate_steps=10, steps=15)
     trained(run, [], train=train, checkpoint=Checkpoint(every=10, keep_last=0), callbacks=(lost_behind_step_ten,))
     assert [r["step"] for r in records(run, "test")] == [10, 15]
-    assert sorted(f.name for f in (run / "checkpoints").glob("step-*")) == ["step-10", "step-15"]
+    assert sorted(f.name for f in (run / "checkpoints").glob("step-*")) == ["step-00000010", "step-00000015"]
 
 
 def test_experts_and_streams_are_refused() -> None:
