@@ -29,6 +29,8 @@ OURS = {
     "gpt2": {},
     "llama": {**LLAMA, "tied": False, "kv_heads": 2},
     "llama, tied": {**LLAMA, "tied": True},
+    "llama, wide": {**LLAMA, "tied": False, "kv_heads": 2, "mlp_width": 112},
+    "gpt2, narrow": {"mlp_width": 72},
     "mixtral": {**LLAMA, "tied": False, "kv_heads": 2, "experts": 4, "expert_width": 24, "rope_base": 1e6},
     "olmoe": {**LLAMA, "tied": False, "experts": 4, "expert_width": 24, "qk_norm": "all", "normalize": False},
     "qwen3_moe": {
@@ -37,6 +39,7 @@ OURS = {
     },
 }
 THEIRS = {
+    "llama": {"intermediate_size": 80},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 24},
     "olmoe": {"num_experts": 4, "intermediate_size": 24, "pad_token_id": None, "eos_token_id": None},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
@@ -177,7 +180,8 @@ def test_what_ours_is_not_is_refused(
     mistakes = {
         "hidden_act is gelu, and ours is silu": {"hidden_act": "gelu"},
         "attention_bias is True, and ours is False": {"attention_bias": True},
-        "intermediate_size is 99": {"intermediate_size": 99},
+        "config.json speaks of": {"intermediate_size": 99},
+        "'wide' for what we call mlp_width": {"intermediate_size": "wide"},
         "model_type is 'mamba'": {"model_type": "mamba"},
     }
     build = GPT(d_model=48, layers=1, heads=4, context=16, vocabulary=256, **OURS["llama"])

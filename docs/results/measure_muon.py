@@ -1,6 +1,7 @@
 """Steps and seconds that Muon needs for AdamW's loss: a small GPT on the sources of Python's standard library.
 
 python docs/results/measure_muon.py [--steps 400] [--seeds 5] [--rates 1e-3 2e-3 4e-3 8e-3] [--d-model 128] [--layers 4]
+python docs/results/measure_muon.py --device cuda --d-model 768 --layers 12 --heads 12 --batch 64 --context 256
 
 1. both optimizers train with each learning rate, with the first seed: the one with the lowest test loss is taken
 2. with it, both train with each seed; the loss to be reached is AdamW's after its last step, seed by seed
@@ -18,6 +19,7 @@ import torch
 
 from lockstep.config import GPT, Config, Data, Parallel, Train
 from lockstep.data import DataSet, Reader
+from lockstep.launch import Launch, run_on_ranks
 from lockstep.layout.world import World
 from lockstep.training.evaluate import evaluate
 from lockstep.training.prepare import load_data, prepare_strategy
@@ -27,9 +29,8 @@ EVERY, BATCHES = 10, 8
 DRAWS = 10_000
 
 
-def curve(config: Config, dataset: DataSet, steps: int) -> list[tuple[int, float, float]]:
+def curve(world: World, config: Config, dataset: DataSet, steps: int) -> list[tuple[int, float, float]]:
     """(step, seconds of training, test loss) every few steps."""
-    world = World()
     strategy = prepare_strategy(world, config, dataset)
     reader = Reader(dataset.train, config.train.batch_size, config.train.seed, strategy.batch_share())
     found, spent, step, epoch = [], 0.0, 0, 0
@@ -38,7 +39,9 @@ def curve(config: Config, dataset: DataSet, steps: int) -> list[tuple[int, float
             rate = config.train.lr * min(1.0, (step + 1) / config.train.warmup_steps)
             strategy.set_learning_rate(rate)
             start = time.perf_counter()
-            strategy.step(batch)
+            strategy.step(batch.to(world.device))
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
             spent += time.perf_counter() - start
             step += 1
             if step % EVERY == 0:
@@ -59,6 +62,11 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
+    args = arguments()
+    run_on_ranks(measure, args, launch=Launch(nproc=1, device=args.device, timeout=3600))
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=5)
@@ -66,31 +74,41 @@ def main() -> None:
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    return parser.parse_args()
+
+
+def measure(world: World, args: argparse.Namespace) -> None:
+    on_gpu = world.device.type == "cuda"
+    if not on_gpu:
+        torch.set_num_threads(1)
     model = GPT(
         d_model=args.d_model,
         layers=args.layers,
-        heads=4,
-        context=128,
+        heads=args.heads,
+        context=args.context,
+        residual="compute" if on_gpu else "fp32",
         **{"norm": "rmsnorm", "position": "rope", "activation": "swiglu"},  # type: ignore[arg-type]
     )
 
     def config(optimizer: str, rate: float, seed: int) -> Config:
         train = Train(batch_size=args.batch, optimizer=optimizer, lr=rate, seed=seed, warmup_steps=20, clip_norm=1.0)
         train.weight_decay = 0.01
-        return Config(model, Data("text", max_bytes=2_000_000), train, Parallel("single"))
+        train.precision, train.compile = ("bf16", "blocks") if on_gpu else ("fp32", "none")
+        return Config(model, Data("text", max_bytes=20_000_000 if on_gpu else 2_000_000), train, Parallel("single"))
 
-    dataset = load_data(World(), config("adamw", 1e-3, 0))
+    dataset = load_data(world, config("adamw", 1e-3, 0))
     best: dict[str, float] = {}
     for optimizer in ("adamw", "muon"):
-        losses = {rate: curve(config(optimizer, rate, 0), dataset, args.steps)[-1][2] for rate in args.rates}
+        losses = {rate: curve(world, config(optimizer, rate, 0), dataset, args.steps)[-1][2] for rate in args.rates}
         best[optimizer] = min(losses, key=lambda rate: losses[rate])
         listed = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items())
         print(f"{optimizer:<6} test loss after {args.steps} steps by rate: {listed}", flush=True)
     steps, seconds = [], []
     for seed in range(1, args.seeds + 1):
-        adamw, muon = (curve(config(name, best[name], seed), dataset, args.steps) for name in ("adamw", "muon"))
+        adamw, muon = (curve(world, config(name, best[name], seed), dataset, args.steps) for name in ("adamw", "muon"))
         goal = adamw[-1]
         reached = next((point for point in muon if point[2] <= goal[2]), muon[-1])
         steps.append(reached[0] / goal[0])

@@ -11,10 +11,11 @@ loss: a GPT of width 512 on the sources of Python's standard library; the test l
 import argparse
 import gc
 from dataclasses import replace
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import torch
+from in_turns import Runner, in_turns
 
 from lockstep.config import GPT, Config, Data, Fp8, Parallel, Train, load_config
 from lockstep.config.shipped import find_config
@@ -46,7 +47,7 @@ def config_of(size: str) -> Config:
 def measure_time(world: World, sizes: list[str], turns: int, steps: int) -> None:
     print(f"{'model':<8}{'precision':<14}{'ms':>9}{'tokens/s':>12}{'over bf16':>11}")
     for size in sizes:
-        runners: dict[str, Any] = {}
+        runners: dict[str, Runner] = {}
         plain = config_of(size)
         for name, (precision, scaling) in VARIANTS.items():
             config = replace(plain, train=replace(plain.train, precision=precision), fp8=Fp8(scaling))
@@ -54,24 +55,12 @@ def measure_time(world: World, sizes: list[str], turns: int, steps: int) -> None
             strategy = prepare_strategy(world, config, dataset)
             rows = next(iter(Sampler(len(dataset.train), config.train.batch_size, 0).epoch(0)))
             batch = read_share(dataset.train, rows, strategy.batch_share()).to(world.device)
-            for _ in range(3):
-                strategy.step(batch)
-            runners[name] = (strategy, batch, [])
-        for _ in range(turns):
-            for strategy, batch, seconds in runners.values():
-                strategy.step(batch)
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(steps):
-                    strategy.step(batch)
-                end.record()
-                end.synchronize()
-                seconds.append(begin.elapsed_time(end) / 1000 / steps)
+            runners[name] = (strategy, batch)
+        times = in_turns(runners, turns, steps)
         tokens = plain.train.batch_size * getattr(plain.model, "context", 0)
-        first = median(runners["bf16"][2])
-        for name, (_, _, seconds) in runners.items():
-            took = median(seconds)
-            print(f"{size:<8}{name:<14}{1000 * took:>9.1f}{tokens / took:>12,.0f}{first / took:>11.3f}", flush=True)
+        for name, took in times.items():
+            faster = times["bf16"] / took
+            print(f"{size:<8}{name:<14}{1000 * took:>9.1f}{tokens / took:>12,.0f}{faster:>11.3f}", flush=True)
         runners.clear()
         del strategy, batch
         gc.collect()

@@ -34,6 +34,8 @@ class Shape:
     own_gelu: bool = False
     head_width: int = 0
     """0: d_model / heads."""
+    given_width: int = 0
+    """Of the MLP; 0: that of the activation."""
     qk_norm: str = "none"
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
@@ -61,11 +63,11 @@ class Shape:
     @property
     def mlp_width(self) -> int:
         """4 d for GELU; 8/3 d, rounded up to a multiple of 64, for SwiGLU, whose third matrix evens the count."""
-        return 4 * self.d_model if self.activation == "gelu" else self.swiglu_width
+        return self.given_width or 4 * self.d_model if self.activation == "gelu" else self.swiglu_width
 
     @property
     def swiglu_width(self) -> int:
-        return -(-8 * self.d_model // (3 * 64)) * 64
+        return self.given_width or -(-8 * self.d_model // (3 * 64)) * 64
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers
@@ -103,6 +105,7 @@ def gpt_shape(config: GPT, classes: int) -> Shape:
         residual=config.residual,
         own_gelu=config.own_gelu,
         head_width=config.head_size or 0,
+        given_width=config.mlp_width or 0,
         qk_norm=config.qk_norm,
         rope_base=config.rope_base,
         norm_eps=config.norm_eps,

@@ -60,6 +60,8 @@ class GPT:
     """Heads of keys and values (grouped-query attention). None: as many as heads."""
     head_size: Width | None = None
     """Features of one head. None: d_model / heads."""
+    mlp_width: Width | None = None
+    """Of the MLP's hidden layer. None: 4 x d_model, and for swiglu 8/3 x d_model, rounded up to a multiple of 64."""
     qk_norm: Literal["none", "head", "all"] = "none"
     """RMSNorm of queries and keys: of each head's features, as Qwen3, or of all heads' together, as OLMoE."""
     rope_base: Annotated[float, Interval(ge=1, le=1e12)] = 10_000.0

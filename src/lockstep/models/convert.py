@@ -39,6 +39,7 @@ MIXTURES = {
 }
 """(qk_norm, normalize) -> the family that has it."""
 
+SIZE_KEYS = ("d_model", "layers", "heads", "kv_heads", "context", "vocabulary", "mlp_width")
 LARGEST = {"layers": 10_000}
 """Of what config.json says; of anything else, 1,000,000,000."""
 
@@ -163,6 +164,7 @@ def hf_config(shape: Shape, form: str) -> dict[str, Any]:
             "n_embd": shape.d_model,
             "n_layer": shape.layers,
             "n_head": shape.heads,
+            "n_inner": shape.given_width or None,
             "n_positions": shape.context,
             "vocab_size": shape.vocabulary,
             "activation_function": "gelu_new",
@@ -232,8 +234,8 @@ def config_from_hf(theirs: dict[str, Any]) -> sections.GPT:
                 context=theirs.get("n_positions", 1024),
                 vocabulary=theirs["vocab_size"],
             )
-            if theirs.get("n_inner") not in (None, 4 * found.d_model):
-                raise UserError(f"n_inner is {theirs['n_inner']}, and ours is 4 x n_embd")
+            if theirs.get("n_inner") != 4 * found.d_model:
+                found.mlp_width = theirs.get("n_inner")
         elif kind in ARCHITECTURES:
             needs = {"hidden_act": ("silu",)}
             found = sections.GPT(
@@ -255,7 +257,9 @@ def config_from_hf(theirs: dict[str, Any]) -> sections.GPT:
                 found.head_size = None
             if kind != "llama":
                 set_experts(found, theirs, kind)
-            check_llama(theirs, found)
+            elif (width := theirs["intermediate_size"]) != usual_width(found):
+                found.mlp_width = width
+            check_llama(theirs)
         else:
             raise UserError(
                 f"model_type is {kind!r}, and gpt2, {', '.join(ARCHITECTURES)} can be imported; train it as "
@@ -263,7 +267,7 @@ def config_from_hf(theirs: dict[str, Any]) -> sections.GPT:
             )
     except KeyError as missing:
         raise UserError(f"config.json has no {missing.args[0]}") from None
-    for key in ("d_model", "layers", "heads", "kv_heads", "context", "vocabulary", "experts", "active", "expert_width"):
+    for key in (*SIZE_KEYS, "experts", "active", "expert_width"):
         value, most = getattr(found, key), LARGEST.get(key, 10**9)
         if key == "experts" and value == 0:
             continue
@@ -295,12 +299,15 @@ def set_experts(found: sections.GPT, theirs: dict[str, Any], kind: str) -> None:
             raise UserError(f"{key} is {theirs[key]}, and ours has none; train it as --model.name hf instead")
 
 
-def check_llama(theirs: dict[str, Any], found: sections.GPT) -> None:
-    width = found.expert_width if found.experts else -(-8 * found.d_model // (3 * 64)) * 64
+def usual_width(found: sections.GPT) -> int:
+    """Of an MLP, if the config says none."""
+    return -(-8 * found.d_model // (3 * 64)) * 64 if isinstance(found.d_model, int) else 0
+
+
+def check_llama(theirs: dict[str, Any]) -> None:
     rope = theirs.get("rope_parameters") or {}
     scaled = theirs.get("rope_scaling") or (rope.get("rope_type", "default") != "default" and rope)
     others = {
-        **({} if found.experts else {"intermediate_size": (theirs["intermediate_size"], width)}),
         "rope_scaling": (scaled or None, None),
         "sliding_window": (theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None, None),
         "attention_bias": (bool(theirs.get("attention_bias")), False),

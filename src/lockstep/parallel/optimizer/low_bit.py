@@ -22,7 +22,6 @@ Replicas agree, and a checkpoint has no generator to save.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,11 +30,10 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.layout.region import local
-from lockstep.models.kernels import usable_on
-from lockstep.parallel.optimizer.step import loss_of
+from lockstep.parallel.optimizer.step import by_element, loss_of
 
-HIGH, LOW = 0xFFFFFFFF, 0xFFFF
-"""Masks of 32 and of 16 bits."""
+LOW = 0xFFFF
+"""A mask of 16 bits. Whole numbers are int32 throughout, whose products wrap around: a GPU has no units for int64."""
 
 
 class Settings(NamedTuple):
@@ -65,11 +63,13 @@ class Scale(NamedTuple):
     def decoded(self, code: Tensor) -> Tensor:
         return torch.where(code > 0, torch.exp2(self.first + self.distance * (code - 1)), 0.0)
 
-    def rounded(self, x: Tensor, random: Tensor) -> Tensor:
-        """The code of x >= 0, or the next one, so that the mean is x. `random`: from 0 to below 1."""
-        below = torch.floor((torch.log2(x) - self.first) / self.distance + 1).clamp(0, self.most)
-        low, high = self.decoded(below), self.decoded(below + 1)
-        return (below + (x - low > random * (high - low))).clamp(max=self.most)
+    def rounded(self, x: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+        """The code of x >= 0, or the next one, so that the mean is x; and its number. `random`: from 0 to below 1."""
+        below = torch.floor((torch.log2(x) - self.first) * (1 / self.distance) + 1).clamp(0, self.most)
+        low = self.decoded(below)
+        high = torch.where(below > 0, low * 2**self.distance, 2**self.first)
+        is_up = (x - low > random * (high - low)) & (below < self.most)
+        return below + is_up, torch.where(is_up, high, low)
 
 
 SQUARES, RATIOS = Scale(-80.0, 32.0, 1023), Scale(-6.0, 5.0, 31)
@@ -134,11 +134,8 @@ class LowBitAdamW(torch.optim.Optimizer):
             for key in kept:
                 state[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         state["step"] += settings.skipped == 0
-        run: Callable[..., None] = in_one_kernel(update) if usable_on(memory) else update
         tensors = [memory, local(parameter.grad), *(local(state[key]) for key in kept)]
-        if all(tensor.is_contiguous() for tensor in tensors):
-            tensors = [tensor.view(-1) for tensor in tensors]  # of one shape for the compiler
-        run(*tensors, state["step"], settings)
+        by_element(update, tensors, state["step"], settings)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every optimizer's; but torch would give the state the weights' dtype, in which codes mean nothing."""
@@ -160,24 +157,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """The names that AdamW's state has."""
 
 
-@cache
-def in_one_kernel(update: Callable[..., None]) -> Callable[..., None]:
-    """Compiled, for parameters of any size: one pass over memory."""
-    compiled: Callable[..., None] = torch.compile(update, dynamic=True)
-    return compiled
-
-
 def update_8_bits(weight: Tensor, gradient: Tensor, moments: Tensor, step: Tensor, settings: Settings) -> None:
-    code = moments.to(torch.int64) & LOW
+    code = moments.to(torch.int32) & LOW
     v = SQUARES.decoded((code >> 6).to(settings.rate.dtype))
     ratio = RATIOS.decoded((code & 31).to(v.dtype)) * torch.where(code & 32 > 0, -1.0, 1.0)
     random = random_numbers(weight, code, step)
     m, v = moved(weight, gradient, ratio * v.sqrt(), v, step, settings)
-    of_v = SQUARES.rounded(v, unit(random >> 16))
-    rounded = SQUARES.decoded(of_v)
+    of_v, rounded = SQUARES.rounded(v, unit(upper(random)))
     ratio = torch.where(of_v > 0, m / rounded.sqrt(), 0.0)
-    of_ratio = RATIOS.rounded(ratio.abs(), unit(random & LOW))
-    found = (of_v.to(torch.int64) << 6) | ((ratio < 0).to(torch.int64) << 5) | of_ratio.to(torch.int64)
+    of_ratio, _ = RATIOS.rounded(ratio.abs(), unit(random & LOW))
+    found = (of_v.to(torch.int32) << 6) | ((ratio < 0).to(torch.int32) << 5) | of_ratio.to(torch.int32)
     found = torch.where(settings.skipped > 0, code, found)
     moments.copy_(torch.where(found > 0x7FFF, found - 0x10000, found))  # an int16 has a sign
 
@@ -189,7 +178,7 @@ def update_16_bits(
     random = random_numbers(weight, code, step)
     wide = settings.rate.dtype
     m, v = moved(weight, gradient, exp_avg.to(wide), exp_avg_sq.to(wide), step, settings)
-    for kept, moment, part in ((exp_avg, m, random >> 16), (exp_avg_sq, v, random & LOW)):
+    for kept, moment, part in ((exp_avg, m, upper(random)), (exp_avg_sq, v, random & LOW)):
         kept.copy_(torch.where(settings.skipped > 0, kept, rounded_to_bf16(moment.float(), part)))
 
 
@@ -202,7 +191,8 @@ def moved(
     m = beta1 * m + (1 - beta1) * gradient
     v = beta2 * v + (1 - beta2) * gradient * gradient
     count = step.to(m.dtype)
-    direction = m / (1 - beta1**count) / ((v / (1 - beta2**count)).sqrt() + eps)
+    of_m, of_v = (1 - torch.exp2(count * torch.log2(beta)) for beta in (beta1, beta2))  # a power would be slow
+    direction = m / of_m / ((v / of_v).sqrt() + eps)
     after = before - rate * (direction + decay * before)
     weight.copy_(torch.where(skipped > 0, weight, after.to(weight.dtype)))
     return m, v
@@ -210,29 +200,31 @@ def moved(
 
 def bits_of(x: Tensor) -> Tensor:
     """The 16 bits of a bf16."""
-    return x.view(torch.int16).to(torch.int64) & LOW
+    return x.view(torch.int16).to(torch.int32) & LOW
 
 
 def rounded_to_bf16(x: Tensor, random: Tensor) -> Tensor:
     """fp32, up or down by 16 random bits: what they carry into the upper 16 bits makes the next larger number."""
-    bits = x.view(torch.int32).to(torch.int64) & HIGH
-    up = ((bits + random) & HIGH) >> 16 << 16
-    up = torch.where(up > 0x7FFFFFFF, up - 0x100000000, up).to(torch.int32)
+    up = (x.view(torch.int32) + random) >> 16 << 16
     return torch.where(x.isfinite(), up.view(torch.float32), x).to(torch.bfloat16)
 
 
 def random_numbers(weight: Tensor, code: Tensor, step: Tensor) -> Tensor:
     """32 random bits for each element, from the upper half of its weight's fp32, its moments, and the step."""
-    upper = (weight.float().view(torch.int32).to(torch.int64) & HIGH) >> 16
-    return scrambled(scrambled(upper + (step.to(torch.int64) << 16)) ^ (code & HIGH))
+    of_weight = upper(weight.float().view(torch.int32))
+    return scrambled(scrambled(of_weight + (step.to(torch.int32) << 16)) ^ code)
+
+
+def upper(x: Tensor) -> Tensor:
+    """The upper 16 of 32 bits."""
+    return (x >> 16) & LOW
 
 
 def scrambled(x: Tensor) -> Tensor:
     """A hash of 32 bits: every bit that goes in changes half of those that come out."""
-    x = x & HIGH
     for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & HIGH
-    return x ^ (x >> 16)
+        x = (x ^ upper(x)) * 0x45D9F3B
+    return x ^ upper(x)
 
 
 def unit(bits: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from lockstep.parallel.law import Sent
 from lockstep.parallel.optimizer.law import exchanged
 from lockstep.parallel.optimizer.matrices import WholeMatrices, rows_and_columns
 from lockstep.parallel.optimizer.orthogonal import compute_dtype, orthogonalized
-from lockstep.parallel.optimizer.step import loss_of, parameters_of
+from lockstep.parallel.optimizer.step import by_element, loss_of, parameters_of
 
 SIZE_OF_ADAMW = 0.2
 """Root mean square of AdamW's usual update."""
@@ -180,10 +180,11 @@ class Muon(torch.optim.AdamW):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         buffer, mine = local(state["momentum_buffer"]), local(gradient)
-        if skipped is not None:
-            mine = torch.where(skipped.to(mine.device) > 0, buffer, mine)  # then momentum stays as it is
-        buffer.lerp_(mine, 1 - group["momentum"])
-        return mine.lerp(buffer, group["momentum"])
+        factor = torch.full((), group["momentum"], dtype=buffer.dtype, device=buffer.device)
+        computed: Tensor = by_element(
+            nesterov, [buffer, mine], factor, skipped, compute_dtype(buffer.device, buffer.dtype)
+        )
+        return computed
 
     def traffic(self) -> Sent:
         """What this rank sends in a step."""
@@ -202,8 +203,21 @@ class Muon(torch.optim.AdamW):
         self, parameter: nn.Parameter, direction: Tensor, group: dict[str, Any], skipped: Tensor | None
     ) -> None:
         memory, lr = local(parameter), float(group["lr"])
+        decay = lr * group["weight_decay"]
         name, whole = self._name(parameter), self.whole_matrices
-        largest = max(rows_and_columns(whole.regions[name].shape, name in whole.stacks))
-        change = direction.to(memory) * (lr * SIZE_OF_ADAMW * sqrt(largest))
-        change.add_(memory, alpha=lr * group["weight_decay"])
-        memory.sub_(change if skipped is None else torch.where(skipped.to(memory.device) > 0, 0.0, change))
+        size = SIZE_OF_ADAMW * sqrt(max(rows_and_columns(whole.regions[name].shape, name in whole.stacks)))
+        rates = [torch.full((), r, dtype=memory.dtype, device=memory.device) for r in (lr * size, decay)]
+        by_element(moved, [memory, direction], *rates, skipped)
+
+
+def nesterov(buffer: Tensor, gradient: Tensor, factor: Tensor, skipped: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Move momentum, and return where it will be after one more such gradient."""
+    if skipped is not None:
+        gradient = torch.where(skipped.to(buffer.device) > 0, buffer, gradient)  # then momentum stays as it is
+    buffer.lerp_(gradient, 1 - factor)
+    return gradient.lerp(buffer, factor).to(dtype)
+
+
+def moved(memory: Tensor, direction: Tensor, rate: Tensor, decay: Tensor, skipped: Tensor | None) -> None:
+    change = direction.to(memory) * rate + memory * decay
+    memory.sub_(change if skipped is None else torch.where(skipped.to(memory.device) > 0, 0.0, change))

@@ -18,11 +18,12 @@ def orthogonalized(matrices: Tensor, rounds: int = ROUNDS) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # the smaller of both products
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
+    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)).reshape(x.shape[:-2].numel(), *x.shape[-2:])
     for _ in range(rounds):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+        gram = torch.bmm(x, x.mT)
+        both = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # sums are products' epilogues
+        x = torch.baddbmm(x, both, x, beta=a)
+    return (x.mT if tall else x).reshape(matrices.shape)
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
