@@ -91,7 +91,14 @@ def averaged_by(world: World, names: list[str], clip_value: float | None) -> dic
     return found
 
 
-@pytest.mark.parametrize(("ranks", "names", "clip_value"), [(2, AT_2, None), (4, AT_4, LIMIT), (2, AT_2[:7], LIMIT)])
+@pytest.mark.parametrize(
+    ("ranks", "names", "clip_value"),
+    [
+        pytest.param(2, AT_2, None, marks=pytest.mark.slow),
+        pytest.param(4, AT_4, LIMIT, marks=pytest.mark.slow),
+        (2, AT_2[:7], LIMIT),
+    ],
+)
 def test_averages_are_those_of_one_process(ranks: int, names: list[str], clip_value: float | None) -> None:
     for found in on_ranks(averaged_by, ranks, names, clip_value, timeout=240):
         for name, (weights, loss, moved) in found.items():

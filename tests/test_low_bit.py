@@ -105,6 +105,7 @@ def fitted(make: type[torch.optim.Optimizer], **options: object) -> float:
     return float((net(x) - 3 * teacher(x)).detach().square().mean())
 
 
+@pytest.mark.slow
 def test_it_trains_as_adamw() -> None:
     exact = fitted(torch.optim.AdamW)
     assert fitted(lockstep.LowBitAdamW, bits=16) == pytest.approx(exact, rel=0.02)
@@ -213,7 +214,7 @@ def test_sharded_engines_round_as_one_process() -> None:
     assert all(not failures for _, failures in found), found
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", pytest.param("adamw_bf16", marks=pytest.mark.slow)])
 def test_a_run_goes_on(tmp_path: Path, optimizer: str) -> None:
     for data in ("zero1", "fsdp"):
         [(through, again), _] = on_ranks(

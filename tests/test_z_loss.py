@@ -54,7 +54,7 @@ def trained_by(world: World, names: list[str]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(2, AT_2), (4, AT_4)])
+@pytest.mark.parametrize(("ranks", "names"), [(2, AT_2), pytest.param(4, AT_4, marks=pytest.mark.slow)])
 def test_it_is_that_of_one_process(ranks: int, names: list[str]) -> None:
     for found in on_ranks(trained_by, ranks, names, timeout=240):
         assert max(found.values()) < 1e-12, found

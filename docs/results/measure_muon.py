@@ -7,12 +7,15 @@ python docs/results/measure_muon.py --device cuda --d-model 768 --layers 12 --he
 2. with it, both train with each seed; the loss to be reached is AdamW's after its last step, seed by seed
 3. printed: the share of AdamW's steps after which Muon has that loss, and of its time, with 95% intervals over seeds
 
-The rate is constant after a warm-up, so that a run's losses do not depend on how long it would have gone on.
+The rate is constant after a warm-up, so that a run's losses do not depend on how long it would have gone on. With
+--decay it falls to zero at the end, as one trains in earnest, and Muon trains several times, with fewer steps each; how
+many it needs is read between the two whose losses are next to AdamW's.
 """
 
 import argparse
 import random
 import time
+from itertools import pairwise
 from statistics import mean
 
 import torch
@@ -24,19 +27,24 @@ from lockstep.layout.world import World
 from lockstep.training.evaluate import evaluate
 from lockstep.training.prepare import load_data, prepare_strategy
 
+SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Of AdamW's steps, that Muon takes where the rate decays."""
 EVERY, BATCHES = 10, 8
 """Steps between evaluations, and batches of each."""
 DRAWS = 10_000
 
 
-def curve(world: World, config: Config, dataset: DataSet, steps: int) -> list[tuple[int, float, float]]:
-    """(step, seconds of training, test loss) every few steps."""
+def curve(
+    world: World, config: Config, dataset: DataSet, steps: int, decays: bool = False
+) -> list[tuple[int, float, float]]:
+    """(step, seconds of training, test loss) every few steps; where the rate decays, at the end."""
     strategy = prepare_strategy(world, config, dataset)
     reader = Reader(dataset.train, config.train.batch_size, config.train.seed, strategy.batch_share())
     found, spent, step, epoch = [], 0.0, 0, 0
     while step < steps:
         for _, batch in reader.epoch(epoch):
             rate = config.train.lr * min(1.0, (step + 1) / config.train.warmup_steps)
+            rate *= 1 - step / steps if decays else 1
             strategy.set_learning_rate(rate)
             start = time.perf_counter()
             strategy.step(batch.to(world.device))
@@ -44,14 +52,24 @@ def curve(world: World, config: Config, dataset: DataSet, steps: int) -> list[tu
                 torch.cuda.synchronize()
             spent += time.perf_counter() - start
             step += 1
-            if step % EVERY == 0:
-                tested = evaluate(strategy, dataset.test, config.train.batch_size, BATCHES)
+            if step == steps if decays else step % EVERY == 0:
+                batches = BATCHES * (4 if decays else 1)
+                tested = evaluate(strategy, dataset.test, config.train.batch_size, batches)
                 assert tested is not None, "nothing has asked it to stop"
                 found.append((step, spent, tested[0]))
             if step == steps:
                 break
         epoch += 1
     return found
+
+
+def between(points: list[tuple[int, float, float]], loss: float) -> tuple[float, float]:
+    """(steps, seconds) at which a loss would be reached, on the line between two points; no extrapolation."""
+    for (steps, seconds, above), (more, longer, below) in pairwise(points):
+        if above >= loss >= below:
+            share = (above - loss) / (above - below)
+            return steps + share * (more - steps), seconds + share * (longer - seconds)
+    return points[0][:2] if points[0][2] <= loss else points[-1][:2]
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -76,6 +94,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--decay", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     return parser.parse_args()
 
@@ -102,22 +121,32 @@ def measure(world: World, args: argparse.Namespace) -> None:
     dataset = load_data(world, config("adamw", 1e-3, 0))
     best: dict[str, float] = {}
     for optimizer in ("adamw", "muon"):
-        losses = {rate: curve(world, config(optimizer, rate, 0), dataset, args.steps)[-1][2] for rate in args.rates}
+        losses = {}
+        for rate in args.rates:
+            losses[rate] = curve(world, config(optimizer, rate, 0), dataset, args.steps, args.decay)[-1][2]
         best[optimizer] = min(losses, key=lambda rate: losses[rate])
         listed = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items())
         print(f"{optimizer:<6} test loss after {args.steps} steps by rate: {listed}", flush=True)
     steps, seconds = [], []
     for seed in range(1, args.seeds + 1):
-        adamw, muon = (curve(world, config(name, best[name], seed), dataset, args.steps) for name in ("adamw", "muon"))
-        goal = adamw[-1]
-        reached = next((point for point in muon if point[2] <= goal[2]), muon[-1])
-        steps.append(reached[0] / goal[0])
-        seconds.append(reached[1] / goal[1])
-        print(
-            f"seed {seed}: AdamW {goal[2]:.4f} after {goal[0]} steps, {goal[1]:.0f} s; Muon {reached[2]:.4f} after "
-            f"{reached[0]}, {reached[1]:.0f} s, and {muon[-1][2]:.4f} after {muon[-1][0]}",
-            flush=True,
-        )
+        goal = curve(world, config("adamw", best["adamw"], seed), dataset, args.steps, args.decay)[-1]
+        muon = []
+        for share in SHARES if args.decay else (1.0,):
+            muon += curve(world, config("muon", best["muon"], seed), dataset, int(share * args.steps), args.decay)
+        count: float
+        if args.decay:
+            count, spent = between(muon, goal[2])
+            listed = ", ".join(f"{loss:.4f} ({taken})" for taken, _, loss in muon)
+            print(f"seed {seed}: AdamW {goal[2]:.4f} ({goal[0]} steps); Muon {listed}", flush=True)
+        else:
+            count, spent, loss = next((point for point in muon if point[2] <= goal[2]), muon[-1])
+            print(
+                f"seed {seed}: AdamW {goal[2]:.4f} after {goal[0]} steps, {goal[1]:.0f} s; Muon {loss:.4f} after "
+                f"{count}, {spent:.0f} s, and {muon[-1][2]:.4f} after {muon[-1][0]}",
+                flush=True,
+            )
+        steps.append(count / goal[0])
+        seconds.append(spent / goal[1])
     for what, ratios in (("steps", steps), ("seconds", seconds)):
         low, high = interval(ratios)
         print(f"{what} to AdamW's loss, Muon over AdamW: {mean(ratios):.3f} (95%: {low:.3f} - {high:.3f})")
