@@ -79,7 +79,11 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "hooks-vs-manual"])  # tests/test_bench_train.py
+ELSEWHERE = ("hooks-vs-manual", "low-communication")
+"""tests/test_bench_train.py, tests/test_low_communication.py"""
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ELSEWHERE])
 def test_every_preset_runs(preset: str, tmp_path: Path) -> None:
     command = ["bench", "train", "--preset", preset, "--nproc", "2", "--steps", "2", "--warmup", "0", "--no-baseline"]
     assert main([*command, "--csv", str(tmp_path / "out.csv"), *QUICK.get(preset, [])]) == 0

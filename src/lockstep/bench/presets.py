@@ -9,7 +9,7 @@ import torch
 
 from lockstep.bench.network import predicted_share
 from lockstep.bench.train import Case
-from lockstep.config import CNN, GPT, Config, Data, ResNet, Train
+from lockstep.config import CNN, GPT, Config, Data, Parallel, ResNet, Train
 from lockstep.data import DataSpec
 from lockstep.errors import UserError
 from lockstep.launch import Launch
@@ -33,6 +33,8 @@ class Preset:
     steps: int = 20
     sets_model: bool = False
     """Its cases differ in the model: flags for it would change nothing."""
+    trains: bool = False
+    """Its cases train to a loss, instead of taking some steps in turns."""
     one_by_one: bool = False
     """Not in turns: one model fills the memory."""
     is_large: bool = False
@@ -94,6 +96,21 @@ def accumulation_sweep(config: Config) -> list[Case]:
         accumulated = replace(config, train=train)
         cases.append(Case(f"accumulate {count}", "bucketed", accumulated, details={"accumulation": count}))
     return cases
+
+
+def low_communication(config: Config) -> list[Case]:
+    """What can be left out of what is sent: bits, numbers, steps, ranks."""
+    names = ["bucketed", *(f"bucketed+{how}" for how in ("fp16", "int8", "1bit", "topk", "powersgd"))]
+    names += ["local_sgd", *(f"local_sgd+{how}" for how in ("diloco", "streaming", "sparse", "gossip"))]
+    cases = [Case(name, name, config) for name in names]
+    muon = replace(config, train=replace(config.train, optimizer="muon"))
+    signs = replace(config.train, optimizer="sgd", momentum=0.0, lr=0.5 * config.train.lr)
+    sixteenth = replace(config.parallel, topk_ratio=4 / 64)
+    return [
+        *cases,
+        Case("muloco", "local_sgd+diloco", muon),
+        Case("bucketed+demo", "bucketed+demo", replace(config, train=signs, parallel=sixteenth)),
+    ]
 
 
 def naive_ddp(config: Config) -> list[Case]:
@@ -185,6 +202,8 @@ def text(model: GPT, batch: int, **train: Any) -> Config:
 GPT_25M = GPT(d_model=512, layers=8, heads=8, context=64, vocabulary=256)
 EXPERTS_14M = replace(GPT_25M, d_model=256, layers=4, context=128, experts=16, active=2, activation="swiglu")
 
+TEXT_GPT = GPT(d_model=128, layers=4, heads=4, context=64, vocabulary=256)
+
 PRESETS = {
     "cnn-sizes": Preset(
         "what decides the share of communication: models that grow in linear layers, in convolutions, in both",
@@ -235,6 +254,16 @@ PRESETS = {
         "what compressed gradients save, and cost",
         text(GPT_25M, 4),
         by_strategy("bucketed", "bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd"),
+    ),
+    "low-communication": Preset(
+        "over a slow link: how long, and how much traffic, until a GPT has learned as much as under bucketed",
+        replace(
+            text(TEXT_GPT, 16, optimizer="adamw", lr=2e-3, warmup_steps=20, steps=192, clip_norm=1.0),
+            data=Data("text", max_bytes=2_000_000),
+            parallel=Parallel(sync_every=16),
+        ),
+        low_communication,
+        trains=True,
     ),
     "zero-stages": Preset(
         "memory and time of each way of sharding",

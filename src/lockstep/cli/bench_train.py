@@ -13,6 +13,7 @@ from lockstep.bench.network import predicted_shares
 from lockstep.bench.presets import Preset, preset_named, time_on_cpu, with_known_names, with_size_that_fits
 from lockstep.bench.train import Case, Peaks, bench_cases, one_process
 from lockstep.cli.arguments import LinkFlag, RunArguments
+from lockstep.cli.bench_to_loss import bench_to_loss
 from lockstep.cli.checks import check_before_ranks, check_link, over_link
 from lockstep.cli.flags import config_from, flag_value, sections, without_flag
 from lockstep.cli.parsing import check_outputs, parse
@@ -51,11 +52,13 @@ class BenchTrainArguments(RunArguments):
     lockstep bench train configs/bench_mlp16.yaml --strategies ddp@gloo ddp@shm bucketed@shm
 
     lockstep bench train --preset buckets --plot buckets.png
+
+    lockstep bench train --preset low-communication --link 100mbit --nproc 2 --plot losses.png
     """
 
     preset: str | None = None
     """A question by name, instead of --strategies: cnn-sizes, ddp-vs-fsdp, naive-ddp, buckets, hooks-vs-manual,
-    overlap, accumulation, compression, zero-stages or experts."""
+    overlap, accumulation, compression, low-communication, zero-stages or experts."""
     strategies: tuple[str, ...] = ("ddp", "bucketed", "flat", "overlap", "naive")
     """Names, or all; the first is the one that ratios refer to. An @ names the backend: ddp@gloo bucketed@shm."""
     steps: int | None = None
@@ -64,6 +67,8 @@ class BenchTrainArguments(RunArguments):
     """Untimed steps before."""
     baseline: bool = True
     """Also time one process with the whole batch, for the speed-up column."""
+    seeds: int = 3
+    """Of --preset low-communication, whose strategies train to a loss: so many times each."""
     link: LinkFlag = None
     csv: str | None = None
     """Write one line per strategy, and for one process, to this file."""
@@ -79,6 +84,8 @@ def main(argv: list[str]) -> int:
     config, rest = config_from(argv, preset.config if preset is not None else None)
     if preset is not None:
         check_preset(preset, config, argv)
+    if flag_value(argv, "--seeds") is not None and (preset is None or not preset.trains):
+        raise UserError("--seeds is about --preset low-communication, whose strategies train to a loss; leave it out")
     arguments = parse(BenchTrainArguments, rest, "bench train", default=BenchTrainArguments(**sections(config)))
     config = arguments.config()
     if flag_value(rest, "--parallel.data") is not None:
@@ -86,6 +93,12 @@ def main(argv: list[str]) -> int:
     steps = arguments.steps if arguments.steps is not None else preset.steps if preset is not None else 30
     if steps < 1 or arguments.warmup < 0:
         raise UserError(f"--steps {steps} --warmup {arguments.warmup}: at least 1 step and 0 warm-up steps")
+    if preset is not None and preset.trains:
+        check_outputs(arguments.csv, arguments.json, arguments.plot)
+        if arguments.link is not None:
+            return over_link("bench train", arguments.link, argv, arguments.launch)
+        files = arguments.csv, arguments.json, arguments.plot
+        return bench_to_loss(preset, config, arguments.seeds, arguments.launch, files)
     if preset is not None and preset.csv is not None and arguments.csv is None:
         arguments.csv = in_new_folder(preset.csv)
     check_outputs(arguments.csv, arguments.json, arguments.plot)
@@ -128,6 +141,9 @@ def in_new_folder(file: str) -> str:
 def check_preset(preset: Preset, config: Config, argv: list[str]) -> None:
     """Refuse flags that would change nothing."""
     flags = [word.partition("=")[0] for word in argv]
+    for flag in ("--steps", "--warmup", "--baseline", "--no-baseline"):
+        if preset.trains and flag in flags:
+            raise UserError(f"{flag} is about timed steps, and this preset trains; --train.steps says how long")
     if "--strategies" in flags:
         raise UserError("--preset has strategies of its own; leave --strategies out, or --preset")
     model = next((flag for flag in flags if flag.startswith("--model")), None)

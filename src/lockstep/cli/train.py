@@ -164,7 +164,7 @@ def print_outcome(result: TrainResult, argv: list[str], plan: Planned) -> int:
         f", up to {result.steps}," if result.resumed_at else ""
     )
     for line in [*summary(result, taken), *beside_the_plan(result, plan)]:
-        print(line)
+        print(line, flush=True)  # into a file too, errors come behind them
     if result.not_saved is not None:
         ended = f"stopped by {result.stopped_by}, and " if result.stopped else ""
         print(f"error: {ended}the last checkpoint was not saved: {result.not_saved}", file=sys.stderr)

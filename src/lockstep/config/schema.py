@@ -133,8 +133,9 @@ class Parallel:
     or local_sgd."""
     bucket_mb: Amount = 25.0
     """Bucket size of bucketed, ddp, zero1 and zero2, MiB."""
-    compression: Literal["none", "bf16", "fp16", "topk", "powersgd"] = "none"
-    """Gradient compression of naive, flat, overlap and bucketed."""
+    compression: Literal["none", "bf16", "fp16", "int8", "1bit", "topk", "powersgd", "demo"] = "none"
+    """Gradient compression of naive, flat, overlap and bucketed. demo steps by signs: for sgd without momentum, and
+    rates of 1e-3 and below."""
     algorithm: str = "native"
     """All-reduce of naive, flat, overlap and bucketed: native (the backend's own), naive, tree, ring,
     recursive_doubling, halving_doubling, double_tree, hierarchical, or auto (the fastest by the cost model)."""
@@ -195,7 +196,7 @@ class Parallel:
     deepspeed_config: str | None = None
     """A DeepSpeed JSON file for deepspeed, instead of zero_stage and offload; `auto` stands for what we say here."""
     topk_ratio: Annotated[float, Interval(ge=1e-9, le=1)] = 0.01
-    """Share of the gradient's elements that topk sends."""
+    """Share of the gradient's elements that topk sends, and of its frequencies that demo sends."""
     powersgd_rank: Width = 4
     """Rank of the approximation of powersgd."""
     sync_every: Count = 8
@@ -203,6 +204,16 @@ class Parallel:
     outer_lr: Rate = 0.0
     """DiLoCo: learning rate of local_sgd's outer Nesterov optimizer (usually 0.7); 0: plain averaging."""
     outer_momentum: Share = 0.9
+    fragments: Count = 1
+    """Of local_sgd: parts of the model that are averaged at different steps (Streaming DiLoCo)."""
+    outer_delay: Natural = 0
+    """With outer_lr: steps that ranks train on while what they have learned travels (Streaming DiLoCo)."""
+    outer_bits: Literal[32, 8, 4, 2, 1] = 32
+    """With outer_lr: what ranks have learned travels in so many bits a number; the rest is kept for the next time."""
+    outer_density: Annotated[float, Interval(ge=1e-6, le=1)] = 1.0
+    """With outer_lr: only this share of the numbers travels, the largest (SparseLoCo); the rest is kept."""
+    gossip: bool = False
+    """Of local_sgd: ranks average in pairs, which change each time (NoLoCo), instead of all together."""
 
 
 @dataclass

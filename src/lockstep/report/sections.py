@@ -327,9 +327,37 @@ def _anything(made: Section, result: dict[str, Any]) -> None:
     made.sentences.append(f"a result of {made.kind!r}, which this version does not know how to draw")
 
 
+def _to_a_loss(made: Section, result: dict[str, Any]) -> None:
+    rows: Rows = [{**row, **{key: _mean_of(row[key]) for key in MEANS}} for row in result["rows"]]
+    columns = [
+        ("label", "strategy"),
+        ("step_ms", "step, ms"),
+        ("megabytes", "MB sent/step"),
+        ("loss", "test loss at the end"),
+        ("seconds", "seconds to the loss"),
+        ("over_first", "over the first"),
+        ("megabytes_to_loss", "MB sent to the loss"),
+    ]
+    made.tables.append(Table("to_a_loss", "Until the first strategy's last test loss", columns, rows))
+    first = [t for t in result["trainings"] if t["seed"] == result["trainings"][0]["seed"]]
+    for key, label in (("seconds", "seconds of training"), ("megabytes", "MB that a rank has sent")):
+        curves = [Curve(t["label"], [p[key] for p in t["points"]], [p["loss"] for p in t["points"]]) for t in first]
+        made.charts.append(lines(f"Test loss over {label}", label, "test loss", curves))
+    made.pictured = 2
+
+
+MEANS = ("seconds", "over_first", "megabytes_to_loss")
+
+
+def _mean_of(values: list[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
 FILLERS: dict[str, Callable[[Section, dict[str, Any]], None]] = {
     "bench train": _bench_train,
     "demo": _bench_train,
+    "bench to a loss": _to_a_loss,
     "bench comm": _bench_comm,
     "bench scaling": _bench_scaling,
     "train": _train,

@@ -1,6 +1,7 @@
 """Our own data parallelism, in its four modes: naive, flat, overlap, bucketed."""
 
 from dataclasses import replace
+from math import ceil
 from typing import Any, cast
 
 from torch import nn
@@ -20,6 +21,9 @@ from lockstep.strategies.model_sizes import ModelSizes
 LAWS = {
     "bf16": "rounding of bf16",
     "fp16": "rounding of fp16",
+    "int8": "rounding of 8 bits, nothing lost",
+    "1bit": "nothing lost",
+    "demo": "signs of sums, nothing lost",
     "topk": "equal at k=100%, nothing lost",
     "powersgd": "exact at rank 1, nothing lost",
 }
@@ -34,6 +38,9 @@ SAYS = {
 SENDS = {
     "bf16": "2Ψ(n-1)/n, of 2 bytes",
     "fp16": "2Ψ(n-1)/n, of 2 bytes",
+    "int8": "2Ψ(n-1)/n, of 1 byte",
+    "1bit": "2Ψ(n-1)/n, of 1 bit",
+    "demo": "(n-1) k (value, index)",
     "topk": "(n-1) k (value, index)",
     "powersgd": "2 r (rows + columns)(n-1)/n",
 }
@@ -56,7 +63,7 @@ class HandWritten(ByHand):
 
     @classmethod
     def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
-        if precision == "fp16" and parallel.compression in ("topk", "powersgd"):
+        if precision == "fp16" and parallel.compression not in ("none", "bf16", "fp16"):
             raise UserError(
                 f"parallel.compression {parallel.compression} does not go with train.precision fp16: what it keeps for "
                 f"the next step would be in the units of another loss scale; use bf16"
@@ -97,6 +104,11 @@ class HandWritten(ByHand):
         match parallel.compression:
             case "topk":
                 return law.top_k(buckets, flags, parallel.topk_ratio, itemsize, ranks)
+            case "int8" | "1bit" as name:
+                return law.quantized(buckets, flags, 8 if name == "int8" else 1, itemsize, ranks)
+            case "demo":
+                kept = ceil(parallel.topk_ratio * law.FREQUENCIES)
+                return law.frequencies(buckets, flags, kept, itemsize, ranks)
             case "powersgd":
                 shapes = iter(reversed(sizes.shapes))
                 shaped = [[next(shapes) for _ in bucket] for bucket in buckets]

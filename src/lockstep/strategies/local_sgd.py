@@ -11,8 +11,9 @@ from lockstep.comm.hosts import any_rank
 from lockstep.config import Parallel
 from lockstep.layout import Held
 from lockstep.parallel import LocalSGD as Averager
-from lockstep.parallel.data.law import all_reduced, bucket_sizes
-from lockstep.parallel.data.local_sgd import CHUNK_BYTES
+from lockstep.parallel.data.exchange import Exchange
+from lockstep.parallel.data.law import apart
+from lockstep.parallel.data.local_sgd import CHUNK_BYTES, check_settings
 from lockstep.parallel.law import Sent
 from lockstep.strategies.engine import Engine
 from lockstep.strategies.facts import Facts, Law
@@ -20,12 +21,32 @@ from lockstep.strategies.model_sizes import ModelSizes
 from lockstep.strategies.state import RegionState
 
 DILOCO_LR = 0.7
+VARIANTS: dict[str, dict[str, Any]] = {
+    "diloco": {"outer_lr": DILOCO_LR},
+    "streaming": {"outer_lr": DILOCO_LR, "fragments": 4, "outer_delay": 1, "outer_bits": 4},
+    "sparse": {"outer_lr": 1.0, "outer_momentum": 0.0, "outer_density": 1 / 32, "outer_bits": 2},
+    "gossip": {"outer_lr": DILOCO_LR, "gossip": True},
+}
+"""What each sets, where nothing else was asked for."""
+
+
+SENDS = {  # by (gossip, the largest only, few bits)
+    (False, False, False): "2Ψ(n-1)/(nK)",
+    (False, False, True): "2Ψ(n-1)/(nK), in few bits",
+    (False, True, False): "(n-1) k (value, index) / K",
+    (False, True, True): "(n-1) k (value, index) / K",
+    (True, False, False): "2Ψ/K, to one rank",
+}
+
+
+def exchange_of(parallel: Parallel) -> Exchange:
+    return Exchange(parallel.outer_bits, parallel.outer_density, parallel.gossip)
 
 
 class LocalSGD(Engine):
     """Ranks differ between two averages, so this equals one process only for K = 1 and a linear optimizer."""
 
-    variants = ("diloco",)
+    variants = tuple(VARIANTS)
     model_axes = ("cp", "tp")
     host_decides = True
     averages_weights = False  # ranks train apart
@@ -34,17 +55,37 @@ class LocalSGD(Engine):
 
     @classmethod
     def variant(cls, parallel: Parallel, option: str) -> Parallel | None:
-        return replace(parallel, outer_lr=parallel.outer_lr or DILOCO_LR) if option == "diloco" else None
+        if option not in VARIANTS:
+            return None
+        usual = Parallel()
+        open_ = {key: v for key, v in VARIANTS[option].items() if getattr(parallel, key) == getattr(usual, key)}
+        if "outer_delay" in open_ and parallel.sync_every == 1:
+            del open_["outer_delay"]
+        return replace(parallel, **open_)
+
+    @classmethod
+    def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
+        has_outer = parallel.outer_lr > 0
+        check_settings(parallel.sync_every, parallel.fragments, parallel.outer_delay, exchange_of(parallel), has_outer)
 
     @classmethod
     def facts(cls, parallel: Parallel) -> Facts:
         outer = "DiLoCo: ranks train apart, an outer step" if parallel.outer_lr else "ranks train apart, and average"
+        exchange = exchange_of(parallel)
+        parts = [
+            "in pairs" if exchange.gossip else "",
+            f"in {parallel.fragments} fragments" if parallel.fragments > 1 else "",
+            f"the largest {exchange.density:.1%}" if exchange.density < 1 else "",
+            f"{exchange.bits} bits" if exchange.bits < 32 else "",
+            f"{parallel.outer_delay} late" if parallel.outer_delay else "",
+        ]
         # With lr 1 and no momentum DiLoCo's outer step lands on the mean.
         outer_lr = 1.0 if parallel.outer_lr else 0.0
-        equal = replace(parallel, sync_every=1, outer_lr=outer_lr, outer_momentum=0.0)
+        equal = replace(parallel, sync_every=1, outer_lr=outer_lr, outer_momentum=0.0, outer_delay=0)
+        equal = replace(equal, outer_bits=32, outer_density=1.0, gossip=False)
         return Facts(
-            says=f"{outer} every {parallel.sync_every} steps",
-            sends="2Ψ(n-1)/(nK)",
+            says=", ".join([f"{outer} every {parallel.sync_every} steps", *filter(None, parts)]),
+            sends=SENDS[exchange.gossip, exchange.density < 1, exchange.bits < 32],
             law=Law("equal at K=1, simulated at K=2", equal, linear_only=True, trains_apart=True),
             averages_every=parallel.sync_every,
             advice=(f"--parallel.sync-every {2 * parallel.sync_every} (weights are averaged half as often)",),
@@ -52,15 +93,31 @@ class LocalSGD(Engine):
 
     @classmethod
     def traffic(cls, sizes: ModelSizes, parallel: Parallel, ranks: int) -> Sent:
-        """Of a step that averages; the steps between send nothing."""
-        chunks = bucket_sizes(sizes.sizes, sizes.itemsize, CHUNK_BYTES / 1024**2)
-        return all_reduced(sizes.psi, 0, len(chunks), sizes.itemsize, ranks)
+        """Between two averages of the same parameters."""
+        exchange, itemsize = exchange_of(parallel), sizes.itemsize
+        times = 2 if exchange.gossip and parallel.outer_lr else 1  # where ranks began travels as well
+        return apart(
+            sizes.sizes,
+            parallel.fragments,
+            itemsize,
+            CHUNK_BYTES / 1024**2,
+            lambda elements: exchange.sent(times * elements, itemsize, ranks),
+        )
 
     def wrap(self, stage: nn.Module) -> None:
         parallel = self.parallel
         self.model = self.module = stage
         self.averager = Averager(
-            stage, parallel.sync_every, parallel.outer_lr, parallel.outer_momentum, self.layout.gradient
+            stage,
+            parallel.sync_every,
+            parallel.outer_lr,
+            parallel.outer_momentum,
+            self.layout.gradient,
+            fragments=parallel.fragments,
+            delay=parallel.outer_delay,
+            bits=parallel.outer_bits,
+            density=parallel.outer_density,
+            gossip=parallel.gossip,
         )
         self.optimizer = self.options.make_optimizer(self.trainable())
 
@@ -68,7 +125,7 @@ class LocalSGD(Engine):
         self.averager.after_step()
 
     def finish(self) -> None:
-        if self.averager.steps % self.averager.every:
+        if not self.averager.is_one_model:
             self.averager.average()
 
     def agree_finite(self, finite: bool) -> bool:

@@ -42,7 +42,7 @@ STRATEGIES: Table = {
     "local_sgd": LocalSGD,
 }
 
-OF_BUCKETED = ("ring", "bf16", "fp16", "topk", "powersgd")
+OF_BUCKETED = ("ring", "bf16", "fp16", "int8", "1bit", "topk", "powersgd", "demo")
 """Options that naive, flat and overlap take too; comparisons list them only for bucketed."""
 VARIANTS = (
     *(f"bucketed+{option}" for option in OF_BUCKETED),

@@ -182,7 +182,7 @@ class Proofs:
         self._samples_are_known = False
         self._one_host = len(set(all_gather_objects(socket.gethostname()))) == 1
         """Ranks share a disk."""
-        self._resumed: set[tuple[type[Engine], tuple[str, ...], bool]] = set()
+        self._resumed: set[tuple[type[Engine], tuple[str, ...], bool, bool]] = set()
 
     def of(self, name: str) -> Verdict:
         defaults = Parallel(bucket_mb=BUCKET_MB, topk_ratio=0.1, powersgd_rank=1)
@@ -257,7 +257,7 @@ class Proofs:
         if exact and facts.divides[0] and not cut and on_cpu:
             yield self._check_bf16(structured, parallel)
         axes = tuple(axis for axis, degree in model_degrees(parallel).items() if degree > 1)
-        kind = (engine, axes, parallel.outer_lr > 0)
+        kind = (engine, axes, parallel.outer_lr > 0, parallel.outer_delay > 0)
         knows = self.world.size == 2 and on_cpu and self.table is STRATEGIES and self._one_host
         if knows and not parallel.native and kind not in self._resumed:
             self._resumed.add(kind)  # what is saved depends on the engine and the axes, not on when it sends

@@ -3,11 +3,10 @@
 Every method takes a bucket whose gradients are already divided by the number of ranks, starts the communication and
 returns a function that waits for it and leaves the sum over the ranks, that is the mean gradient, in the bucket.
 
-`topk` and `powersgd` send only part of the gradient in each step; the rest is added to the next step's gradient
-(error feedback). Summed over the ranks, sent + kept = all gradients so far, exactly.
+`int8`, `1bit`, `topk` and `powersgd` send only part of the gradient in each step; the rest is added to the next step's
+gradient (error feedback). Summed over the ranks, sent + kept = all gradients so far, exactly.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import ceil
 
@@ -17,24 +16,10 @@ from torch import Tensor
 from lockstep.comm.collectives import all_gather_async
 from lockstep.errors import UserError
 from lockstep.parallel.data.bucket import Bucket
-
-
-class Reducer(ABC):
-    """Averages one bucket over the ranks; holds that bucket's state between steps."""
-
-    @abstractmethod
-    def start(self, bucket: Bucket) -> Callable[[], None]:
-        """Begin; the returned function waits and writes the result into the bucket."""
-
-    def forget_step(self) -> None:
-        """The last step's gradients were not applied: restore the state from before it."""
-
-    def state(self) -> dict[str, Tensor]:
-        """What must survive a checkpoint."""
-        return {}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """The opposite of `state`."""
+from lockstep.parallel.data.demo import DeMo
+from lockstep.parallel.data.few_bits import sum_in_few_bits
+from lockstep.parallel.data.law import FREQUENCIES
+from lockstep.parallel.data.reducer import Reducer
 
 
 class Plain(Reducer):
@@ -62,7 +47,7 @@ class Cast(Reducer):
 
 
 class ErrorFeedback(Reducer):
-    """Shared by topk and powersgd: what was not sent is kept as a residual."""
+    """Shared by int8, 1bit, topk and powersgd: what was not sent is kept as a residual."""
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
@@ -117,6 +102,27 @@ class TopK(ErrorFeedback):
             bucket.gradients.zero_()
             for rank_places, rank_values in zip(places, values, strict=True):  # same order, same sum on every rank
                 bucket.gradients.index_add_(0, rank_places, rank_values)
+
+        return finish
+
+
+class FewBits(ErrorFeedback):
+    """An all-reduce of codes of 8 bits, or of one: a quarter of fp32's bytes, or a thirty-second."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+
+    def start(self, bucket: Bucket) -> Callable[[], None]:
+        self.add_residual(bucket)
+        finish_sum = sum_in_few_bits(bucket.gradients, self.bits, bucket.group, "gradients")
+        flag_work = bucket.sum_over_ranks(bucket.flags, "flags")
+
+        def finish() -> None:
+            total, unsent = finish_sum()
+            flag_work.wait()
+            bucket.gradients.copy_(total)
+            self.keep(bucket, unsent)
 
         return finish
 
@@ -204,7 +210,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return torch.linalg.qr(exact).Q.to(matrix.dtype)
 
 
-COMPRESSIONS = ("none", "bf16", "fp16", "topk", "powersgd")
+COMPRESSIONS = ("none", "bf16", "fp16", "int8", "1bit", "topk", "powersgd", "demo")
 
 
 def make_reducer(compression: str, topk_ratio: float, powersgd_rank: int) -> Reducer:
@@ -215,6 +221,10 @@ def make_reducer(compression: str, topk_ratio: float, powersgd_rank: int) -> Red
             return Cast(torch.bfloat16)
         case "fp16":
             return Cast(torch.float16)
+        case "int8" | "1bit":
+            return FewBits(8 if compression == "int8" else 1)
+        case "demo":
+            return DeMo(ceil(topk_ratio * FREQUENCIES))
         case "topk":
             return TopK(topk_ratio)
         case "powersgd":
