@@ -38,7 +38,7 @@ def test_codes_are_the_definition_and_within_its_bound(bits: int, dtype: torch.d
     flat = torch.randn(1000, generator=generator, dtype=torch.float64) * torch.logspace(-6, 3, 1000)
     flat = flat.to(dtype)
     flat[300:600] = 0.0
-    codes = encoded(padded(flat, law.BLOCK)[None], bits)
+    codes = encoded(padded(flat, law.BLOCK)[None], bits, len(flat))
     assert codes.numel() == law.in_bits(1000, bits)
     found = decoded(codes, bits, dtype).view(-1)[:1000]
     assert torch.allclose(found, rounded(flat, bits), rtol=1e-6, atol=0)
@@ -53,7 +53,7 @@ def test_what_is_not_finite_arrives_so(bits: int, bad: float) -> None:
     """Else a step would be taken that must be skipped."""
     flat = torch.ones(law.BLOCK)
     flat[3] = bad
-    assert not decoded(encoded(flat[None], bits), bits, torch.float32).isfinite().all()
+    assert not decoded(encoded(flat[None], bits, len(flat)), bits, torch.float32).isfinite().all()
 
 
 def sums(world: World) -> list[tuple[str, float, float, float]]:
@@ -194,6 +194,55 @@ def test_partners_change_and_are_mutual() -> None:
     assert sorted(partners(5, 3)) == list(range(5))
 
 
+def unusual(world: World) -> list[str]:
+    """What is wrong with parameters that are narrow, empty, unused or tiny."""
+    wrong = []
+    for how in ({"bits": 2}, {"density": 0.1, "bits": 2}, {"bits": 8}):
+        for dtype in (torch.bfloat16, torch.float16):
+            model = nn.Linear(40, 30).to(dtype)
+            model.register_parameter("nothing", nn.Parameter(torch.empty(0, dtype=dtype)))
+            averaging = lockstep.LocalSGD(model, every=1, outer_lr=0.7, **how)  # type: ignore[arg-type]
+            with torch.no_grad():
+                model.weight += 0.01 * (1 + world.rank)
+            averaging.after_step()
+            wrong += [] if model.weight.isfinite().all() and model.weight.dtype == dtype else [f"{how} in {dtype}"]
+    for compression in ("int8", "1bit", "demo"):
+        torch.manual_seed(0)
+        both = nn.ModuleDict({"used": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
+        wrapped = lockstep.DataParallel(both, sync="flat", compression=compression, topk_ratio=0.1)
+        both["other"](torch.randn(3, 8)).sum().backward()
+        both.zero_grad()
+        (first,) = wrapped.reducer_state()
+        before = {name: tensor.clone().view(-1) for name, tensor in first.items()}
+        for _ in range(5):
+            both["used"](torch.randn(3, 8)).sum().backward()
+            both.zero_grad()
+        (after,) = wrapped.reducer_state()
+        (bucket,) = wrapped.buckets
+        for slice_, parameter in zip(bucket.slices, bucket.parameters, strict=True):
+            if any(parameter is p for p in both["other"].parameters()):
+                same = all(torch.equal(after[n].view(-1)[slice_], t[slice_]) for n, t in before.items())
+                wrong += [] if same else [f"{compression}: what is kept of an unused parameter has changed"]
+    tiny = nn.Linear(10, 1, bias=False)
+    lockstep.DataParallel(tiny, sync="naive", compression="1bit")(torch.ones(1, 10)).sum().backward()
+    assert tiny.weight.grad is not None
+    wrong += [] if torch.allclose(tiny.weight.grad, torch.ones(1, 10)) else [f"a tiny tensor: {tiny.weight.grad}"]
+    return wrong
+
+
+def test_parameters_that_are_narrow_empty_unused_or_tiny() -> None:
+    assert on_ranks(unusual, 2, timeout=120) == [[], []]
+
+
+def test_the_state_of_other_fragments_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    averaging = lockstep.LocalSGD(model, every=4, outer_lr=0.7, bits=4, fragments=2)
+    state = {**averaging.state_dict(), "kept": {"0": torch.zeros(36), "1": torch.zeros(72)}}
+    other = lockstep.LocalSGD(model, every=4, outer_lr=0.7, bits=4)
+    with pytest.raises(UserError, match="saved with other fragments"):
+        other.load_state_dict(state)
+
+
 # ---- words and mistakes --------------------------------------------------------------------------------------------
 
 
@@ -211,6 +260,7 @@ def test_an_option_leaves_what_was_asked_for() -> None:
         ({"bits": 3, "outer_lr": 0.7}, "it must be 32, 8, 4, 2 or 1"),
         ({"density": 0.0, "outer_lr": 0.7}, "above 0 and at most 1"),
         ({"gossip": True, "bits": 8, "outer_lr": 0.7}, "leave bits and density out, or gossip"),
+        ({"gossip": True, "delay": 1, "outer_lr": 0.7}, "wait for each other"),
         ({"fragments": 0}, "a model has 1 or more"),
     ],
 )
@@ -234,7 +284,7 @@ def test_mistakes_of_a_loop(how: dict[str, Any], said: str) -> None:
     ],
 )
 def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words.split(), *(["--device", "cpu"] if "train digits" in words else [])]) == 2
+    assert main([*words.split(), *(["--device", "cpu"] if words.startswith("train") else [])]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert len(error.strip().splitlines()) == 1

@@ -104,7 +104,7 @@ def low_communication(config: Config) -> list[Case]:
     names += ["local_sgd", *(f"local_sgd+{how}" for how in ("diloco", "streaming", "sparse", "gossip"))]
     cases = [Case(name, name, config) for name in names]
     muon = replace(config, train=replace(config.train, optimizer="muon"))
-    signs = replace(config.train, optimizer="sgd", momentum=0.0, lr=0.5 * config.train.lr)
+    signs = replace(config.train, optimizer="sgd", momentum=0.0, clip_norm=None, lr=0.5 * config.train.lr)
     sixteenth = replace(config.parallel, topk_ratio=4 / 64)
     return [
         *cases,
@@ -253,7 +253,7 @@ PRESETS = {
     "compression": Preset(
         "what compressed gradients save, and cost",
         text(GPT_25M, 4),
-        by_strategy("bucketed", "bucketed+bf16", "bucketed+fp16", "bucketed+topk", "bucketed+powersgd"),
+        by_strategy("bucketed", *(f"bucketed+{how}" for how in ("bf16", "fp16", "int8", "1bit", "topk", "powersgd"))),
     ),
     "low-communication": Preset(
         "over a slow link: how long, and how much traffic, until a GPT has learned as much as under bucketed",

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import mean
 
+import torch
+
 from lockstep.bench.train import Case
+from lockstep.comm.ledger import Ledger, recording
 from lockstep.data import Reader
 from lockstep.errors import UserError
 from lockstep.layout.world import World
@@ -91,14 +94,18 @@ def train_case(world: World, case: Case, seed: int, every: int, progress: Callab
     while step < steps:
         for _, batch in reader.epoch(epoch):
             strategy.set_learning_rate(learning_rate(train, step, steps))
+            at_the_end = Ledger(world.device)
+            wait_for(world)
             start = time.perf_counter()
             strategy.step(batch.to(world.device))
             strategy.settle()
             step += 1
             if step == steps:
-                strategy.finish()
+                with recording(at_the_end):
+                    strategy.finish()
+            wait_for(world)
             seconds += time.perf_counter() - start
-            sent += strategy.ledger.traffic().wire_bytes
+            sent += strategy.ledger.traffic().wire_bytes + at_the_end.traffic().wire_bytes
             progress()
             if step % every == 0 or step == steps:
                 tested = evaluate(strategy, dataset.test, train.batch_size, TESTED)
@@ -109,6 +116,12 @@ def train_case(world: World, case: Case, seed: int, every: int, progress: Callab
                 break
         epoch += 1
     return made
+
+
+def wait_for(world: World) -> None:
+    """The device, and not the other ranks: they may be apart."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
 
 
 def rows_of(trainings: list[Training]) -> list[Row]:

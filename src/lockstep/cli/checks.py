@@ -18,7 +18,7 @@ from lockstep.models.blocks import blocks_of
 from lockstep.models.float8 import MULTIPLE, linears_of_blocks
 from lockstep.plan.trace import spec_without_data
 from lockstep.strategies import STRATEGIES, check_parallel, degrees_of
-from lockstep.strategies.combining import check_cuts, check_float8, check_optimizer
+from lockstep.strategies.combining import check_cuts, check_float8, check_optimizer, check_signs
 from lockstep.words import counted
 
 
@@ -46,6 +46,7 @@ def check_before_ranks(config: Config, launch: Launch, default_nproc: int) -> No
     parallel, train = config.parallel, config.train
     check_parallel(parallel, device, train.precision, train.compile != "none")
     check_optimizer(train, parallel)
+    check_signs(train, parallel)
     check_float8(config, device)
     degrees = degrees_of(parallel, max(1, ranks))
     if train.batch_per_rank is not None:

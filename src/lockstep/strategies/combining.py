@@ -43,6 +43,18 @@ def check_optimizer(train: Train, parallel: Parallel) -> None:
             raise UserError(f"{said} does not go with parallel.data {parallel.data}; use {who}")
 
 
+def check_signs(train: Train, parallel: Parallel) -> None:
+    """DeMo's gradients are signs already."""
+    if parallel.compression != "demo":
+        return
+    plain = train.optimizer == "sgd" and train.momentum == 0 and train.clip_norm is None
+    if not plain:
+        raise UserError(
+            "parallel.compression demo steps by signs, whose norm says nothing, and has the momentum itself; give "
+            "--train.optimizer sgd --train.momentum 0, and no train.clip_norm"
+        )
+
+
 def check_float8(config: Config, device: str) -> None:
     """Refuse axes and adapters that FP8 cannot have, and GPUs without units for it."""
     if config.train.precision != "fp8":

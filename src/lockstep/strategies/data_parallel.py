@@ -63,6 +63,12 @@ class HandWritten(ByHand):
 
     @classmethod
     def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
+        cuts = [f"parallel.{axis} {n}" for axis in ("tp", "pp") if (n := getattr(parallel, axis)) > 1]
+        if parallel.compression in ("int8", "1bit", "demo") and cuts:
+            raise UserError(
+                f"parallel.compression {parallel.compression} does not go with {cuts[0]}: ranks would round what they "
+                f"share differently; use bf16 or powersgd"
+            )
         if precision == "fp16" and parallel.compression not in ("none", "bf16", "fp16"):
             raise UserError(
                 f"parallel.compression {parallel.compression} does not go with train.precision fp16: what it keeps for "

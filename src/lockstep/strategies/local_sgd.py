@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.hosts import any_rank
 from lockstep.config import Parallel
+from lockstep.errors import UserError
 from lockstep.layout import Held
 from lockstep.parallel import LocalSGD as Averager
 from lockstep.parallel.data.exchange import Exchange
@@ -66,6 +67,11 @@ class LocalSGD(Engine):
     @classmethod
     def check(cls, parallel: Parallel, precision: str, compiled: bool) -> None:
         has_outer = parallel.outer_lr > 0
+        if parallel.tp > 1 and exchange_of(parallel).keeps:
+            raise UserError(
+                f"parallel.outer_bits and outer_density do not go with parallel.tp {parallel.tp}: ranks of tp would "
+                f"round what they share differently; leave one out"
+            )
         check_settings(parallel.sync_every, parallel.fragments, parallel.outer_delay, exchange_of(parallel), has_outer)
 
     @classmethod

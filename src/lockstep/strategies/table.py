@@ -174,6 +174,10 @@ def check_parallel(parallel: Parallel, device: str, precision: str, compiled: bo
         if chosen != neutral and not engine.takes_compression:
             who = ", ".join(name for name, other in STRATEGIES.items() if other.takes_compression)
             raise UserError(f"parallel.{option} {chosen} does not go with parallel.data {data}; use {who}")
+    usual = Parallel()
+    for option in ("fragments", "outer_delay", "outer_bits", "outer_density", "gossip"):
+        if getattr(parallel, option) != getattr(usual, option) and not issubclass(engine, LocalSGD):
+            raise UserError(f"parallel.{option} goes with parallel.data local_sgd, and this is {data}; leave it out")
     if parallel.sharding not in engine.shardings:
         who = ", ".join(name for name, other in STRATEGIES.items() if parallel.sharding in other.shardings)
         raise UserError(f"parallel.sharding {parallel.sharding} does not go with parallel.data {data}; use {who}")

@@ -25,7 +25,7 @@ from lockstep.models.initial import SCHEME, Deferred, fill_adapters
 from lockstep.models.lora import add_lora
 from lockstep.models.loss import loss_for
 from lockstep.strategies import Options, ParallelModel, make_layout, parallelize
-from lockstep.strategies.combining import check_float8, check_inputs, check_optimizer
+from lockstep.strategies.combining import check_float8, check_inputs, check_optimizer, check_signs
 from lockstep.strategies.options import COMPUTE_DTYPES
 from lockstep.training.optimizer import optimizer_factory
 
@@ -163,6 +163,7 @@ def prepare_strategy(world: World, config: Config, dataset: DataSet, plain: nn.M
     """The model of the config (a copy of `plain` with what was asked for), spread as the config says."""
     check_device(world, config)
     check_optimizer(config.train, config.parallel)
+    check_signs(config.train, config.parallel)
     check_float8(config, world.device.type)
     check_inputs(dataset.spec.example, config.parallel)
     if isinstance(config.model, Own):

@@ -260,7 +260,7 @@ def rounded(array: Tensor, bits: int) -> Tensor:
     if bits == 32:
         return array
     found = []
-    for block in F.pad(array, (0, -len(array) % BLOCK)).split(BLOCK):
+    for block in array.split(BLOCK):
         largest = block.abs().max()
         if bits == 1:
             scale = block.abs().mean().float().to(block.dtype)
@@ -272,4 +272,4 @@ def rounded(array: Tensor, bits: int) -> Tensor:
         else:
             scale = (largest / (2 ** (bits - 1) - 1)).float().to(block.dtype)
             found.append(torch.where(scale > 0, (block / scale).round() * scale, 0.0))
-    return torch.cat(found)[: len(array)]
+    return torch.cat(found)

@@ -116,6 +116,10 @@ class Bucket:
         """Where the buffer holds no gradient of this rank."""
         return [s for s, placed in zip(self.slices, self.placed, strict=True) if not placed]
 
+    def slices_that_none_uses(self) -> list[slice]:
+        """Once the flags are summed: where no rank has a gradient."""
+        return [s for s, count in zip(self.slices, self.used.tolist(), strict=True) if not count > 0]
+
     def hand_over(self) -> None:
         """Wait for the reduction and give each parameter its average; what no rank used keeps `grad=None`."""
         assert self.finish is not None

@@ -122,6 +122,8 @@ class FewBits(ErrorFeedback):
             total, unsent = finish_sum()
             flag_work.wait()
             bucket.gradients.copy_(total)
+            for slice_ in bucket.slices_that_none_uses():  # a sign is no zero
+                unsent[slice_] = 0.0
             self.keep(bucket, unsent)
 
         return finish

@@ -206,8 +206,8 @@ class DataParallel(GradientWrapper):
             reducer.forget_step()
 
     def load_reducer_state(self, states: list[dict[str, Tensor]]) -> None:
-        for reducer, state in zip(self._reducers, states, strict=True):
-            reducer.load_state(state)
+        for reducer, bucket, state in zip(self._reducers, self.buckets, states, strict=True):
+            reducer.load_state({name: tensor.to(bucket.buffer.device) for name, tensor in state.items()})
 
 
 # ---- sparse gradients ---------------------------------------------------------------------------------------

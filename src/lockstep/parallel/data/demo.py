@@ -9,6 +9,8 @@ Of each bucket, in chunks of 64 numbers:
 
 So it is made for SGD without momentum, at the small rates of sign descent (1e-3 and below). With k = 64 all of m is
 sent in each step: then it is sign descent.
+
+One reduction makes one step: of several backwards, all but the last belong into `no_sync()`.
 """
 
 from collections.abc import Callable
@@ -57,6 +59,9 @@ class DeMo(Reducer):
             total = torch.zeros_like(found)
             for theirs, what in zip(all_places, all_values, strict=True):  # same order, same sum on every rank
                 total.scatter_add_(1, theirs.long(), what)
+            if self.momentum is not None:
+                for slice_ in bucket.slices_that_none_uses():  # what was sent of them is not used either
+                    self.momentum.view(-1)[slice_] = before.view(-1)[slice_]
             step = total @ transform
             bucket.gradients.copy_(torch.where(step.isfinite(), step.sign(), step).view(-1)[: len(bucket.gradients)])
 

@@ -35,10 +35,10 @@ def sum_in_few_bits(flat: Tensor, bits: int, group: Group, purpose: str) -> Fini
 
     What a rank loses of its sum, when that is rounded, it keeps as well.
     """
-    if group.size == 1:
+    if group.size == 1 or not len(flat):
         return lambda: (flat, torch.zeros_like(flat))
     parts = padded(flat, group.size * BLOCK).view(group.size, -1)
-    codes = encoded(parts, bits)
+    codes = encoded(parts, bits, len(flat))
     unsent = parts - decoded(codes, bits, flat.dtype)
     arrived = torch.empty_like(codes)
     pending = all_to_all_async(arrived, codes, group, purpose=purpose)
@@ -46,8 +46,9 @@ def sum_in_few_bits(flat: Tensor, bits: int, group: Group, purpose: str) -> Fini
     def finish() -> tuple[Tensor, Tensor]:
         pending.wait()
         mine = decoded(arrived, bits, flat.dtype).sum(0, keepdim=True)
-        mine[0, max(0, len(flat) - group.rank * len(mine[0])) :] = 0  # a sign is no zero
-        code = encoded(mine, bits)
+        real = max(0, len(flat) - group.rank * mine.shape[1])
+        mine[0, real:] = 0  # a sign is no zero
+        code = encoded(mine, bits, real)
         sums = decoded(all_gather(code[0], group, purpose=purpose), bits, flat.dtype)
         unsent[group.rank] += mine[0] - sums[group.rank]
         return sums.view(-1)[: len(flat)], unsent.view(-1)[: len(flat)]
@@ -59,11 +60,13 @@ def sum_of_largest(flat: Tensor, density: float, bits: int, group: Group, purpos
     """Of each chunk of 4,096 numbers every rank sends the largest: where they stand, in two bytes, and what they are,
     in `bits` (32: as they are).
     """
+    if not len(flat):
+        return lambda: (flat, torch.zeros_like(flat))
     chunks = padded(flat, CHUNK).view(-1, CHUNK)
     places = chunks.abs().topk(kept_of_chunk(density), dim=1, sorted=False).indices
     values = chunks.gather(1, places)
     packed = padded(values.reshape(-1), BLOCK)[None]
-    codes = packed.view(torch.uint8) if bits == 32 else encoded(packed, bits)
+    codes = packed.view(torch.uint8) if bits == 32 else encoded(packed, bits, values.numel())
     sent = values if bits == 32 else decoded(codes, bits, flat.dtype).view(-1)[: values.numel()].view_as(values)
     message = torch.cat([places.to(torch.int16).view(torch.uint8).view(-1), codes.view(-1)])
     messages, pending = all_gather_async(message, group, purpose=purpose)
@@ -91,11 +94,16 @@ def padded(flat: Tensor, multiple: int) -> Tensor:
     return F.pad(flat, (0, -len(flat) % multiple))
 
 
-def encoded(rows: Tensor, bits: int) -> Tensor:
-    """(rows, bytes): of each row all codes, then all scales."""
+def encoded(rows: Tensor, bits: int, real: int) -> Tensor:
+    """(rows, bytes): of each row all codes, then all scales. `real`: how many numbers there were before the padding."""
     blocks = rows.view(len(rows), -1, BLOCK)
     blocks = blocks if blocks.dtype == torch.float64 else blocks.float()
-    scales = (blocks.abs().mean(-1) if bits == 1 else blocks.abs().amax(-1) / steps_of(bits)).float()
+    if bits == 1:
+        begins = torch.arange(0, rows.numel(), BLOCK, device=rows.device).view(blocks.shape[:2])
+        scales = blocks.abs().sum(-1) / (real - begins).clamp(1, BLOCK)
+    else:
+        scales = blocks.abs().amax(-1) / steps_of(bits)
+    scales = scales.float()
     shares = (blocks / scales.to(blocks.dtype).unsqueeze(-1)).nan_to_num_(0.0)  # a block of zeros
     if bits <= 2:
         codes = shares.floor().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 2 ** (bits - 1)
@@ -118,7 +126,7 @@ def decoded(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     if bits == 1:
         return ((2 * found - 1) * scale).view(len(codes), -1)
     offset = steps_of(bits) if bits > 2 else 2 ** (bits - 1) - 0.5
-    return ((found - offset) * scale).view(len(codes), -1)
+    return ((found - offset).to(dtype) * scale).view(len(codes), -1)
 
 
 def steps_of(bits: int) -> int:

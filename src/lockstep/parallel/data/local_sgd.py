@@ -65,10 +65,23 @@ class Chunk:
     def arrive(self) -> Tensor:
         """Wait for the mean."""
         if self.finish is not None:
-            self.mean, self.kept = self.finish()
+            self.mean, kept = self.finish()
+            self.kept = None if kept is None else kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             self.finish = None
         assert self.mean is not None
         return self.mean
+
+    def loaded(self, saved: Tensor | None) -> Tensor | None:
+        """What was saved of this chunk, which must be the same one."""
+        if saved is None:
+            return None
+        elements = sum(p.numel() for p in self.parameters)
+        if len(saved) % max(1, elements):
+            raise UserError(
+                f"the state of local SGD has {len(saved):,} numbers for a part of the model that has {elements:,}: it "
+                f"was saved with other fragments; give the same number, or resume with another number of ranks"
+            )
+        return saved.to(self.parameters[0].device)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -152,16 +165,13 @@ class LocalSGD(Holder):
         return averaged
 
     def average(self) -> None:
-        """Average the model now; call it also after the last step, when ranks may still differ."""
+        """Average the model behind the last step, when ranks may still differ: to the mean, without an outer step."""
         for fragment in self.fragments:
             if is_under_way(fragment):
                 self._take(fragment, MIX)
-            if not self.exchange.gossip:
-                self._begin(fragment)
-                self._take(fragment, 0.0)
-        if self.exchange.gossip:
-            for tensors in (self.trainable, self.outer_parameters):
-                self._average([t.data for t in tensors])
+        self._average([p.data for p in self.trainable])
+        for start, parameter in zip(self.outer_parameters, self.trainable, strict=False):
+            start.copy_(parameter.detach())
         self._average_buffers()
 
     def _begin(self, fragment: list[Chunk]) -> None:
@@ -214,7 +224,7 @@ class LocalSGD(Holder):
                 mine.copy_(theirs)
         for index, chunk in enumerate(chunk for fragment in self.fragments for chunk in fragment):
             chunk.finish = None
-            chunk.mean, chunk.kept = (state.get(key, {}).get(str(index)) for key in ("arrived", "kept"))
+            chunk.mean, chunk.kept = (chunk.loaded(state.get(key, {}).get(str(index))) for key in ("arrived", "kept"))
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
 
@@ -239,6 +249,8 @@ def check_settings(every: int, fragments: int, delay: int, exchange: Exchange, h
         raise UserError(f"fragments is {fragments}, but a model has 1 or more")
     if not 0 <= delay < every:
         raise UserError(f"delay is {delay}, but a fragment must arrive before it is sent again: 0 to {every - 1}")
+    if delay and exchange.gossip:
+        raise UserError(f"ranks that average in pairs wait for each other: leave delay {delay} out, or gossip")
     if (delay or exchange.keeps) and not has_outer:
         what = "delay" if delay else "bits and density"
         raise UserError(f"{what} are about the changes that an outer optimizer takes; give outer_lr (usually 0.7) too")
