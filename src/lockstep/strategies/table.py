@@ -42,8 +42,9 @@ STRATEGIES: Table = {
     "local_sgd": LocalSGD,
 }
 
-OF_BUCKETED = ("ring", "bf16", "fp16", "int8", "1bit", "topk", "powersgd", "demo")
-"""Options that naive, flat and overlap take too; comparisons list them only for bucketed."""
+OF_BUCKETED = ("ring", "bf16", "fp16", "int8", "1bit", "topk", "powersgd")
+"""Options that naive, flat and overlap take too; comparisons list them only for bucketed. (demo goes with one optimizer
+only.)"""
 VARIANTS = (
     *(f"bucketed+{option}" for option in OF_BUCKETED),
     *(f"{name}+{option}" for name, engine in STRATEGIES.items() for option in engine.variants),

@@ -45,7 +45,7 @@ HYBRIDS: Matrix = {
 
 def data() -> list[str]:
     """Every data strategy that can run here."""
-    return [name for name in available_strategies() if name != "single"]
+    return [*(name for name in available_strategies() if name != "single"), "bucketed+demo"]
 
 
 def _foreign_last(names: list[str]) -> list[str]:
