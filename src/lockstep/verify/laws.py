@@ -208,6 +208,8 @@ class Apart:
             [(self.starts[w][i] if asked.outer_lr else 0) - (1 if asked.outer_lr else -1) * worker[i] for i in numbers]
             for w, worker in enumerate(self.workers)
         ]
+        if n == 1:
+            return changes  # nothing travels, so nothing is rounded
         if asked.gossip:
             pairs = partners(n, step)
             together = [[(a + b) / 2 for a, b in zip(changes[w], changes[pairs[w]], strict=True)] for w in range(n)]
